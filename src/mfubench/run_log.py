@@ -1,0 +1,263 @@
+"""The run JSON: raw facts of one training run, written by `train`, read and judged by `analysis` and `audit`.
+
+Nothing in it is a verdict: MFU is a function of (run log, hardware row, convention) and is computed by whoever reads.
+Units stand in the keys. A number that is not finite is written as null, never as NaN. Steps are appended to
+`steps.jsonl` in the run's work folder as they happen and assembled into the run JSON once, at the end, atomically: a
+run whose process dies leaves no run JSON that later rules would believe.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mfubench.config import ConfigError, RunConfig
+
+SCHEMA_VERSION = 1
+
+# ok: ran as asked (or fell back, as `used` says) - oom: out of memory, a result - diverged: a loss that is not
+# finite, a result - skipped: a required setting is not to be had here, nothing was measured - failed: an error
+Status = Literal["ok", "oom", "diverged", "skipped", "failed"]
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Choice(Record):
+    """A setting that may fall back: what was asked for, what ran, and why (always said where the two differ)."""
+
+    requested: str
+    used: str
+    reason: str | None = None
+
+
+class Gpu(Record):
+    index: int
+    name: str  # as the driver reports it; hardware rows are matched by it
+    uuid: str | None = None
+    memory_gib: float
+    power_limit_w: float | None = None
+
+
+class Environment(Record):
+    """The machine and the software that ran, as found by the ranks themselves."""
+
+    host: str
+    device: Literal["cuda", "cpu"]
+    gpus: list[Gpu]  # the cards this run used, over all nodes, in rank order; empty on a CPU
+    cpu: str
+    cpu_count: int
+    cpu_threads: int  # torch intra-op threads per rank
+    memory_gib: float
+    driver: str | None = None
+    cuda: str | None = None
+    nccl: str | None = None
+    cudnn: str | None = None
+    torch: str
+    python: str
+    packages: dict[str, str] = {}  # of the kernels: flash-attn, liger-kernel, torchao, triton, ...
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    slurm_job_id: str | None = None
+    variables: dict[str, str] = {}  # environment variables that change speed: OMP_*, NCCL_*, TORCH*, CUDA_*
+    command: str
+
+
+class Parameters(Record):
+    """Counted from the module that ran (not from the formula)."""
+
+    total: int
+    trainable: int
+    matmul: int
+
+
+class RunFlopTerms(Record):
+    """`flops.FlopTerms`, raw: what every MFU convention is made of."""
+
+    parameters: int
+    matmul_parameters: int
+    attention_mlp_parameters: int
+    num_hidden_layers: int
+    attention_width: int
+    seq_len: int
+
+
+class Dataset(Record):
+    name: str
+    train_tokens: int
+    val_tokens: int
+    vocab_size: int
+    token_dtype: str
+    tokenizer_sha256: str
+    source: str
+
+
+class Step(Record):
+    """One optimizer step. Times are of rank 0; `rank_step_times_s` of the run log has everyone's."""
+
+    step: int
+    phase: Literal["preheat", "compile", "warmup", "measured"]
+    step_time_s: float
+    data_time_s: float  # waiting for batches, inside step_time_s
+    tokens: int  # over all ranks
+    loss: float | None  # mean over the global batch; null: not finite
+    learning_rate: float
+    grad_norm: float | None  # before clipping; null: not finite
+
+
+class Phase(Record):
+    """Time outside the steps, on rank 0."""
+
+    kind: Literal["setup", "evaluation", "checkpoint", "profile", "sample", "logging"]
+    after_step: int
+    time_s: float
+
+
+class Evaluation(Record):
+    step: int
+    loss: float | None
+    tokens: int
+
+
+class RankMemory(Record):
+    """Peaks of one rank over the whole run."""
+
+    rank: int
+    peak_allocated_gib: float | None = None  # CUDA allocator; null on a CPU
+    peak_reserved_gib: float | None = None
+    peak_rss_gib: float
+    allocator_retries: int | None = None
+
+
+class GradientStatistics(Record):
+    """Per-layer gradients before clipping and zeroing."""
+
+    step: int
+    layers: dict[str, dict[str, float | None]]  # layer -> {mean, max, std}
+
+
+class Kernels(Record):
+    """Names of the kernels of one profiled, unmeasured step: the proof of what ran."""
+
+    attention: list[str]
+    matmul: list[str]
+    other_count: int
+
+
+class Wall(Record):
+    """Clock of rank 0, to reconcile the steps with."""
+
+    started_at: str  # ISO 8601, UTC
+    total_s: float  # process start of rank 0 to the end
+    training_s: float  # first step's start to last step's end, phases in between included
+    training_tokens: int  # trained on in this process, over all ranks
+
+
+class Resume(Record):
+    step: int  # steps that were already done
+    at: str  # ISO 8601, UTC
+
+
+class RunLog(Record):
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str
+    status: Status
+    reason: str | None = None
+    config: RunConfig
+    environment: Environment
+    used: dict[str, Choice]  # attention, compile, cuda_graphs, loader, loss, parallelism, dtype, tf32, fp8
+    parameters: Parameters | None = None  # null where the run ended before the model was built
+    flop_terms: RunFlopTerms | None = None
+    dataset: Dataset | None = None
+    steps: list[Step] = []
+    rank_step_times_s: list[list[float]] = []  # [rank][position in steps]
+    phases: list[Phase] = []
+    evaluations: list[Evaluation] = []
+    gradient_statistics: list[GradientStatistics] = []
+    memory: list[RankMemory] = []
+    kernels: Kernels | None = None
+    telemetry: dict[str, Any] | None = None
+    resumes: list[Resume] = []
+    sample: str | None = None
+    stopped_early: str | None = None  # adaptive length: why the run ended before max_iters
+    wall: Wall | None = None
+
+    def measured_steps(self) -> list[Step]:
+        """The steps that count: after compilation, preheat and warm-up."""
+        return [step for step in self.steps if step.phase == "measured"]
+
+
+def finite(value: Any) -> Any:
+    """The same JSON-like value with each number that is not finite replaced by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return value
+
+
+def write_text_atomically(path: Path | str, text: str) -> None:
+    """Write a file that is whole or not there: temporary file beside it, fsync, rename."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path | str, value: Any, indent: int | None = 1) -> None:
+    """Write JSON atomically; NaN and infinities become null."""
+    write_text_atomically(path, json.dumps(finite(value), indent=indent, allow_nan=False) + "\n")
+
+
+def write_run_log(path: Path | str, log: RunLog) -> None:
+    write_json(path, log.model_dump(mode="json"))
+
+
+def read_run_log(path: Path | str) -> RunLog:
+    """Read and validate a run JSON. Raises ConfigError naming the file and what is wrong with it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        return RunLog.model_validate_json(text)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in fault["loc"])
+        raise ConfigError(f"{path}: is not a run JSON of this version: {where}: {fault['msg']}") from None
+
+
+def append_step(path: Path, step: Step) -> None:
+    """Add one line to steps.jsonl; a line cut off by a crash is dropped by `read_steps`."""
+    with open(path, "a", encoding="utf-8") as stream:
+        stream.write(json.dumps(finite(step.model_dump(mode="json")), allow_nan=False) + "\n")
+
+
+def read_steps(path: Path) -> list[Step]:
+    """The steps recorded so far, without a last line that is incomplete."""
+    steps = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                steps.append(Step.model_validate_json(line))
+            except ValidationError:
+                break
+    return steps
