@@ -1,0 +1,54 @@
+"""Architecture presets: config/models.yaml as `ModelConfig` objects. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import mfubench
+from mfubench.config import ConfigError, ModelConfig, parse
+
+# The repository's config folder beside src/; MFUBENCH_CONFIG_DIR points an installed package at another one.
+CONFIG_DIR = Path(os.environ.get("MFUBENCH_CONFIG_DIR") or Path(mfubench.__file__).parents[2] / "config")
+
+
+@functools.cache
+def read_presets(path: Path) -> dict[str, dict[str, Any]]:
+    """The presets of one YAML file, as plain data. Raises ConfigError where the file is missing or no mapping."""
+    try:
+        presets = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); set MFUBENCH_CONFIG_DIR to the folder with models.yaml"
+        ) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is no valid YAML ({error})") from None
+    if not isinstance(presets, dict) or not all(isinstance(preset, dict) for preset in presets.values()):
+        raise ConfigError(f"{path}: must map preset names to mappings of model keys")
+    return presets
+
+
+def preset_names() -> list[str]:
+    """Names of all presets, in the order of the file."""
+    return list(read_presets(CONFIG_DIR / "models.yaml"))
+
+
+def load_model(name: str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The preset `name`, with single keys replaced by `overrides` (keys of ModelConfig).
+
+    What a preset leaves out is derived after the overrides: with another hidden_size, head_dim follows.
+    Raises ConfigError for an unknown name (with the nearest one), an unknown key or a value that does not fit.
+    """
+    path = CONFIG_DIR / "models.yaml"
+    presets = read_presets(path)
+    if name not in presets:
+        near = difflib.get_close_matches(name, presets, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"{path}: no model preset {name!r}; {hint}presets: {', '.join(presets)}")
+    return parse(ModelConfig, {"name": name, **presets[name], **(overrides or {})}, f"model {name}")
