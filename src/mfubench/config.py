@@ -9,6 +9,7 @@ No torch here: this module is imported wherever a workflow is parsed.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any, Literal
 
@@ -107,9 +108,7 @@ class OptimizerConfig(Strict):
     @model_validator(mode="after")
     def check_schedule(self) -> OptimizerConfig:
         if self.min_learning_rate > self.learning_rate:
-            raise ValueError(
-                f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}"
-            )
+            raise ValueError(f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}")
         return self
 
 
@@ -157,7 +156,7 @@ class RunConfig(Strict):
     Batch: tokens per step = micro_batch_size x gradient_accumulation_steps x world_size x seq_len.
     """
 
-    name: str = Field(pattern=r"^[a-z0-9_]+/[a-z0-9][a-z0-9.-]*$", description="stage/case")
+    name: str = Field(pattern=r"^[a-z0-9_-]+/[a-z0-9][a-z0-9.-]*$", description="stage/case")
     model: ModelConfig
     dataset: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", description="key under `datasets:`")
 
@@ -192,7 +191,9 @@ class RunConfig(Strict):
     memory_cap_gib: float | None = Field(None, gt=0, description="memory a process may take; more is out-of-memory")
     seed: int = Field(1234, ge=0)
     repeat: int = Field(0, ge=0, description="number of this repeat, where a case is measured several times")
-    requires: tuple[Fallible, ...] = Field((), strict=False, description="settings without which this run is skipped, not measured")
+    requires: tuple[Fallible, ...] = Field(
+        (), strict=False, description="settings without which this run is skipped, not measured"
+    )
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -267,7 +268,7 @@ class MemorySearch(Strict):
 
     @model_validator(mode="after")
     def check_candidates(self) -> MemorySearch:
-        if any(b <= a for a, b in zip(self.candidates, self.candidates[1:])) or self.candidates[0] < 1:
+        if any(b <= a for a, b in itertools.pairwise(self.candidates)) or self.candidates[0] < 1:
             raise ValueError(f"candidates must be rising and at least 1, found {list(self.candidates)}")
         return self
 

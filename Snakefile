@@ -1,0 +1,104 @@
+from snakemake.utils import min_version
+
+min_version("9.20")
+
+# A study given with --configfile stands alone: merged with the default study it would run both.
+if "study" not in config:
+
+    configfile: "config/config.yaml"
+
+
+include: "rules/common.smk"
+include: "rules/tokenizer.smk"
+include: "rules/dataset.smk"
+include: "rules/machine.smk"
+include: "rules/smoke.smk"
+include: "rules/baseline.smk"
+include: "rules/scaling.smk"
+include: "rules/tiers.smk"
+include: "rules/ablations.smk"
+include: "rules/memory.smk"
+include: "rules/training.smk"
+include: "rules/analysis.smk"
+
+
+localrules:
+    all,
+    tokenizers,
+    datasets,
+    smoke,
+    baseline,
+    scaling,
+    tiers,
+    ablations,
+    memory,
+    training,
+    analysis,
+
+
+rule all:
+    default_target: True
+    input:
+        f"{RESULTS}/report.html",
+        f"{RESULTS}/audit.json",
+        stage_files("smoke", gate=True),
+
+
+rule tokenizers:
+    input:
+        [tokenizer_file(name) for name in STUDY.config.tokenizers],
+
+
+rule datasets:
+    input:
+        [dataset_file(name) for name in STUDY.config.datasets],
+
+
+rule smoke:
+    input:
+        stage_files("smoke", gate=True),
+
+
+rule baseline:
+    input:
+        stage_files("baseline"),
+
+
+rule scaling:
+    input:
+        stage_files("scaling"),
+
+
+rule tiers:
+    input:
+        stage_files("tiers"),
+
+
+rule ablations:
+    input:
+        stage_files("ablations"),
+
+
+rule memory:
+    input:
+        stage_files("memory"),
+        memory_limit_files(),
+
+
+rule training:
+    input:
+        stage_files("training"),
+
+
+rule analysis:
+    input:
+        f"{RESULTS}/report.html",
+        f"{RESULTS}/audit.json",
+
+
+onerror:
+    show_what_exists()
+
+
+onsuccess:
+    print(f"\nReport: {RESULTS}/report.html   table: {RESULTS}/tables/runs.csv   audit: {RESULTS}/audit.json")

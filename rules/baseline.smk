@@ -1,0 +1,18 @@
+use rule run_smoke as run_baseline with:
+    input:
+        data=run_inputs("baseline"),
+        machine=ancient(MACHINE_FILE),
+    output:
+        run=f"{RESULTS}/runs/baseline/{{case}}.json",
+    log:
+        f"{LOGS}/baseline/{{case}}.log",
+    params:
+        config=config_of("baseline"),
+        code=TRAINING_CODE,
+        generation=MACHINE.generation,
+        options=run_options("baseline"),
+    resources:
+        gpu=gpus_of("baseline"),
+        nodes=nodes_of("baseline"),
+        exclusive=1,
+    priority: PRIORITY["baseline"]

@@ -1,0 +1,282 @@
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+ROOT = Path(workflow.basedir)
+ROOT = ROOT if (ROOT / "src").is_dir() else ROOT.parent  # included through workflow/Snakefile
+SOURCE = ROOT / "src" / "mfubench"
+SCRIPTS = ROOT / "workflow" / "scripts"
+sys.path.insert(0, str(ROOT / "src"))
+
+from mfubench.code_digest import code_digest, file_digest
+from mfubench.config import ConfigError
+from mfubench.experiments import expand
+from mfubench.lease import visible_cards
+
+# Snakemake strips an inherited PYTHONPATH from conda jobs.
+shell.prefix(f"export PYTHONPATH={ROOT / 'src'}${{PYTHONPATH:+:$PYTHONPATH}}; ")
+
+# --- the study, expanded once; a fault in it stops here, before the first job -----------------------------------------
+
+
+def processes_per_node():
+    """GPUs of a node that measures, or processes that a machine without GPUs holds.
+
+    Found by the main process and handed to its jobs by environment: a job may see fewer cards, and must still
+    expand the same study.
+    """
+    stated = config.get("machine", {}).get("gpus", "auto") if isinstance(config.get("machine"), dict) else "auto"
+    if isinstance(stated, int):
+        return stated
+    if "MFUBENCH_PROCESSES_PER_NODE" not in os.environ:
+        found = len(visible_cards()) or max(2, os.cpu_count() or 1)
+        os.environ["MFUBENCH_PROCESSES_PER_NODE"] = str(found)
+    return int(os.environ["MFUBENCH_PROCESSES_PER_NODE"])
+
+
+CONFIG_FILE = os.path.relpath(workflow.configfiles[-1]) if workflow.configfiles else "config/config.yaml"
+try:
+    STUDY = expand(config, CONFIG_FILE, processes_per_node())
+except ConfigError as error:
+    raise WorkflowError(str(error)) from None
+
+MACHINE = STUDY.config.machine
+RESULTS = f"{STUDY.config.results_dir}/{STUDY.config.study}"
+RESOURCES = STUDY.config.resources_dir
+LOGS = f"{RESULTS}/logs"
+MACHINE_FILE = f"{RESULTS}/machine.json"
+HAS_GPUS = bool(visible_cards()) or isinstance(MACHINE.gpus, int)
+
+if workflow.is_main_process and STUDY.skipped:
+    for name, reason in STUDY.skipped.items():
+        print(f"left out: {name} {reason}", file=sys.stderr)
+
+# Jobs of one node: how many GPUs there are, and one measurement at a time. A limit that nobody gives is no limit.
+if workflow.is_main_process:
+    workflow.global_resources.setdefault("gpu", processes_per_node() * MACHINE.max_nodes if HAS_GPUS else 0)
+    workflow.global_resources.setdefault("exclusive", 1)
+
+# A measured rule claims every core, so that nothing else of this workflow runs beside it.
+ALL_CORES = os.cpu_count() or 1
+
+# Stages follow one another by priority; only smoke gates.
+PRIORITY = {
+    "smoke": 70,
+    "baseline": 60,
+    "scaling": 50,
+    "tiers": 40,
+    "ablations": 30,
+    "memory": 20,
+    "training": 10,
+}
+
+# --- what makes results stale: the values of a run and the meaning of the code behind it ---------------------------------
+
+TRAINING_CODE = code_digest(
+    [
+        SOURCE / "config.py",
+        SOURCE / "run_log.py",
+        SOURCE / "model",
+        SOURCE / "train",
+        SOURCE / "data" / "reader.py",
+        SCRIPTS / "train_model.py",
+    ]
+)
+TOKENIZER_CODE = code_digest([SOURCE / "data" / name for name in ("config.py", "tokenizer.py", "corpus.py")])
+DATASET_CODE = TOKENIZER_CODE + code_digest([SOURCE / "data" / "prepare.py"])
+CEILINGS_CODE = code_digest([SOURCE / "ceilings.py", SOURCE / "model" / "attention.py"])
+ANALYSIS_CODE = code_digest([SOURCE / "run_log.py", SOURCE / "flops.py", SOURCE / "hardware.py"])
+FACTS = file_digest(ROOT / "config" / "hardware.yaml")
+
+
+def analysis_code(*modules):
+    """Digest for an analysis rule: what all of them read, and the modules of its own."""
+    return ANALYSIS_CODE + code_digest([SOURCE / module for module in modules])
+
+
+# --- files and values by name ------------------------------------------------------------------------------------------
+
+
+def tokenizer_file(name):
+    return f"{RESOURCES}/tokenizers/{name}/meta.json"
+
+
+def dataset_file(name):
+    return f"{RESOURCES}/datasets/{name}/meta.json"
+
+
+def run_file(name):
+    return f"{RESULTS}/runs/{name}.json"
+
+
+def gate_file(case):
+    return f"{RESULTS}/smoke/{case}.passed"
+
+
+def stage_files(stage, gate=False):
+    """Run logs of a stage; the smoke stage's gates instead where `gate` is set."""
+    return [gate_file(case) if gate else run_file(f"{stage}/{case}") for case in STUDY.cases(stage)]
+
+
+def memory_limit_files():
+    return [f"{RESULTS}/{name}.json" for name in STUDY.searches]
+
+
+def all_results():
+    """Everything that the analysis reads."""
+    return [run_file(name) for name in STUDY.runs] + memory_limit_files()
+
+
+def config_of(stage):
+    """A function of wildcards alone (Snakemake tracks no other) that gives a run's configuration as JSON."""
+
+    def run_config(wildcards):
+        return STUDY.runs[f"{stage}/{wildcards.case}"].to_json()
+
+    return run_config
+
+
+def gpus_of(stage):
+    """GPUs that a run takes. Snakemake would lower a request above its limit and say nothing: refuse instead."""
+
+    def gpus(wildcards):
+        return checked_gpus(STUDY.runs[f"{stage}/{wildcards.case}"])
+
+    return gpus
+
+
+def checked_gpus(run):
+    if not HAS_GPUS or run.device == "cpu":
+        return 0
+    limit = workflow.global_resources.get("gpu")
+    limit = getattr(limit, "value", limit)
+    if limit is not None and run.world_size > limit:
+        raise WorkflowError(f"{run.name} needs {run.world_size} GPUs, but the limit is gpu={limit} (--resources gpu=N)")
+    return run.world_size
+
+
+def nodes_of(stage):
+    def nodes(wildcards):
+        return STUDY.runs[f"{stage}/{wildcards.case}"].nnodes
+
+    return nodes
+
+
+def run_inputs(stage):
+    """A run needs its data and, after the smoke stage, a model that passed its smoke test."""
+
+    def inputs(wildcards):
+        return dataset_and_gate(STUDY.runs[f"{stage}/{wildcards.case}"])
+
+    return inputs
+
+
+def dataset_and_gate(run):
+    needed = [dataset_file(run.dataset)]
+    gate = STUDY.smoke_case(run.model.name)
+    if gate is not None and run.stage != "smoke":
+        # order only: what makes a run stale are its values and its code, not a smoke test that ran again
+        needed.append(ancient(gate_file(gate)))
+    return needed
+
+
+def run_options(stage):
+    """Folders of a run and the cards it may take: where, not what, so none of it belongs to its configuration."""
+
+    def options(wildcards):
+        return options_of(STUDY.runs[f"{stage}/{wildcards.case}"])
+
+    return options
+
+
+def options_of(run):
+    folder = Path(dataset_file(run.dataset)).parent
+    tokenizer = Path(tokenizer_file(STUDY.config.datasets[run.dataset].tokenizer)).parent
+    resume = "auto" if run.stage == "training" else "never"
+    return (
+        f"--data {folder} --tokenizer {tokenizer} --work {RESULTS}/work/{run.name} --resume {resume} "
+        f"{lease_options(run.world_size // run.nnodes)}"
+    )
+
+
+def lease_options(cards):
+    """Cards to take, of which, and what to do when they are busy."""
+    if not HAS_GPUS:
+        return "--cards 0"
+    devices = f" --devices {','.join(map(str, MACHINE.devices))}" if MACHINE.devices else ""
+    return f"--cards {cards}{devices} --when-busy {MACHINE.when_busy} --wait-s {MACHINE.wait_s:g}"
+
+
+def largest_world_size():
+    """Cards of one node that the study's largest run takes."""
+    return max((run.world_size // run.nnodes for run in STUDY.runs.values()), default=1)
+
+
+# --- tokenizers, datasets, ceilings, memory searches ---------------------------------------------------------------------
+
+
+def tokenizer_config(wildcards):
+    return STUDY.config.tokenizers[wildcards.tokenizer].to_json()
+
+
+def dataset_config(wildcards):
+    return STUDY.config.datasets[wildcards.dataset].to_json()
+
+
+def tokenizer_of_dataset(wildcards):
+    return tokenizer_file(STUDY.config.datasets[wildcards.dataset].tokenizer)
+
+
+def tokenizer_folder_of_dataset(wildcards):
+    return str(Path(tokenizer_of_dataset(wildcards)).parent)
+
+
+def ceilings_request(wildcards):
+    """What to measure: shapes of the study's models, at the world sizes of its runs."""
+    runs = list(STUDY.runs.values())
+    models = {run.model.name: json.loads(run.model.model_dump_json()) for run in runs}
+    return json.dumps(
+        {
+            "models": list(models.values()),
+            "seq_len": max((run.seq_len for run in runs), default=1),
+            "micro_batch_size": STUDY.config.ceilings.micro_batch_size,
+            "dtypes": sorted({run.dtype for run in runs}),
+            "seconds": STUDY.config.ceilings.seconds,
+            "world_sizes": sorted({run.world_size // run.nnodes for run in runs}),
+        },
+        sort_keys=True,
+    )
+
+
+def search_config(wildcards):
+    return STUDY.searches[f"memory/{wildcards.case}"].to_json()
+
+
+def search_inputs(wildcards):
+    return dataset_and_gate(STUDY.searches[f"memory/{wildcards.case}"].run)
+
+
+def search_options(wildcards):
+    return options_of(STUDY.searches[f"memory/{wildcards.case}"].run)
+
+
+def gpus_of_search(wildcards):
+    return checked_gpus(STUDY.searches[f"memory/{wildcards.case}"].run)
+
+
+# --- after a failure -----------------------------------------------------------------------------------------------------
+
+
+def show_what_exists():
+    """After a failure: what is there, what failed and why."""
+    shell("mfubench report {RESULTS} --partial || true")
+
+
+wildcard_constraints:
+    case=r"[a-z0-9][a-z0-9.\-]*",
+    tokenizer="|".join(map(re.escape, STUDY.config.tokenizers)) or "none",
+    dataset="|".join(map(re.escape, STUDY.config.datasets)) or "none",

@@ -1,0 +1,19 @@
+rule prepare_dataset:
+    input:
+        tokenizer=tokenizer_of_dataset,
+    output:
+        meta=f"{RESOURCES}/datasets/{{dataset}}/meta.json",
+    log:
+        f"{RESOURCES}/logs/datasets/{{dataset}}.log",
+    params:
+        config=dataset_config,
+        code=DATASET_CODE,
+        tokenizer=tokenizer_folder_of_dataset,
+        folder=f"{RESOURCES}/datasets/{{dataset}}",
+    threads: ALL_CORES
+    priority: 90
+    conda:
+        "../envs/mfubench.yaml"
+    shell:
+        "python workflow/scripts/prepare_dataset.py --name {wildcards.dataset} --config {params.config:q}"
+        " --tokenizer {params.tokenizer} --output {params.folder} --workers {threads} 2>&1 | tee {log}"

@@ -1,0 +1,37 @@
+rule record_machine:
+    output:
+        machine=MACHINE_FILE,
+    log:
+        f"{LOGS}/record_machine.log",
+    params:
+        generation=MACHINE.generation,
+    priority: 80
+    conda:
+        "../envs/mfubench.yaml"
+    shell:
+        "python workflow/scripts/record_machine.py --output {output.machine} 2>&1 | tee {log}"
+
+
+rule measure_ceilings:
+    input:
+        machine=ancient(MACHINE_FILE),
+    output:
+        ceilings=f"{RESULTS}/ceilings.json",
+    log:
+        f"{LOGS}/measure_ceilings.log",
+    params:
+        request=ceilings_request,
+        code=CEILINGS_CODE,
+        generation=MACHINE.generation,
+        lease=lease_options(largest_world_size()),
+    threads: ALL_CORES
+    resources:
+        gpu=largest_world_size() if HAS_GPUS else 0,
+        exclusive=1,
+    priority: 75
+    conda:
+        "../envs/mfubench.yaml"
+    shell:
+        "python workflow/scripts/lease_cards.py {params.lease} --"
+        " python workflow/scripts/measure_ceilings.py --request {params.request:q} --output {output.ceilings}"
+        " 2>&1 | tee {log}"

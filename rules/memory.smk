@@ -1,0 +1,43 @@
+use rule run_smoke as run_memory with:
+    input:
+        data=run_inputs("memory"),
+        machine=ancient(MACHINE_FILE),
+    output:
+        run=f"{RESULTS}/runs/memory/{{case}}.json",
+    log:
+        f"{LOGS}/memory/{{case}}.log",
+    params:
+        config=config_of("memory"),
+        code=TRAINING_CODE,
+        generation=MACHINE.generation,
+        options=run_options("memory"),
+    resources:
+        gpu=gpus_of("memory"),
+        nodes=nodes_of("memory"),
+        exclusive=1,
+    priority: PRIORITY["memory"]
+
+
+rule search_memory:
+    input:
+        data=search_inputs,
+        machine=ancient(MACHINE_FILE),
+    output:
+        limit=f"{RESULTS}/memory/{{case}}.json",
+    log:
+        f"{LOGS}/memory/{{case}}.search.log",
+    params:
+        search=search_config,
+        code=TRAINING_CODE + code_digest([SOURCE / "memory_search.py"]),
+        generation=MACHINE.generation,
+        options=search_options,
+    threads: ALL_CORES
+    resources:
+        gpu=gpus_of_search,
+        exclusive=1,
+    priority: PRIORITY["memory"]
+    conda:
+        "../envs/mfubench.yaml"
+    shell:
+        "python workflow/scripts/search_memory.py --search {params.search:q} {params.options}"
+        " --machine {input.machine} --output {output.limit} 2>&1 | tee {log}"

@@ -1,0 +1,18 @@
+use rule run_smoke as run_scaling with:
+    input:
+        data=run_inputs("scaling"),
+        machine=ancient(MACHINE_FILE),
+    output:
+        run=f"{RESULTS}/runs/scaling/{{case}}.json",
+    log:
+        f"{LOGS}/scaling/{{case}}.log",
+    params:
+        config=config_of("scaling"),
+        code=TRAINING_CODE,
+        generation=MACHINE.generation,
+        options=run_options("scaling"),
+    resources:
+        gpu=gpus_of("scaling"),
+        nodes=nodes_of("scaling"),
+        exclusive=1,
+    priority: PRIORITY["scaling"]

@@ -1,0 +1,41 @@
+# The body of every measured run. The other stages use it with their own files, so that the rule graph shows each.
+rule run_smoke:
+    input:
+        data=run_inputs("smoke"),
+        machine=ancient(MACHINE_FILE),
+    output:
+        run=f"{RESULTS}/runs/smoke/{{case}}.json",
+    log:
+        f"{LOGS}/smoke/{{case}}.log",
+    params:
+        config=config_of("smoke"),
+        code=TRAINING_CODE,
+        generation=MACHINE.generation,
+        options=run_options("smoke"),
+    threads: ALL_CORES
+    resources:
+        gpu=gpus_of("smoke"),
+        nodes=nodes_of("smoke"),
+        exclusive=1,
+    priority: PRIORITY["smoke"]
+    conda:
+        "../envs/mfubench.yaml"
+    shell:
+        "python workflow/scripts/train_model.py --config {params.config:q} {params.options}"
+        " --machine {input.machine} --output {output.run} 2>&1 | tee {log}"
+
+
+rule check_smoke:
+    input:
+        run=f"{RESULTS}/runs/smoke/{{case}}.json",
+    output:
+        passed=touch(f"{RESULTS}/smoke/{{case}}.passed"),
+    log:
+        f"{LOGS}/smoke/{{case}}.check.log",
+    params:
+        code=code_digest([SOURCE / "smoke.py"]),
+    priority: PRIORITY["smoke"]
+    conda:
+        "../envs/mfubench.yaml"
+    shell:
+        "python workflow/scripts/check_smoke.py {input.run} 2>&1 | tee {log}"

@@ -1,0 +1,18 @@
+use rule run_smoke as run_tiers with:
+    input:
+        data=run_inputs("tiers"),
+        machine=ancient(MACHINE_FILE),
+    output:
+        run=f"{RESULTS}/runs/tiers/{{case}}.json",
+    log:
+        f"{LOGS}/tiers/{{case}}.log",
+    params:
+        config=config_of("tiers"),
+        code=TRAINING_CODE,
+        generation=MACHINE.generation,
+        options=run_options("tiers"),
+    resources:
+        gpu=gpus_of("tiers"),
+        nodes=nodes_of("tiers"),
+        exclusive=1,
+    priority: PRIORITY["tiers"]

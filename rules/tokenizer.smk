@@ -1,0 +1,16 @@
+rule get_tokenizer:
+    output:
+        meta=f"{RESOURCES}/tokenizers/{{tokenizer}}/meta.json",
+        tokenizer=f"{RESOURCES}/tokenizers/{{tokenizer}}/tokenizer.json",
+    log:
+        f"{RESOURCES}/logs/tokenizers/{{tokenizer}}.log",
+    params:
+        config=tokenizer_config,
+        code=TOKENIZER_CODE,
+        folder=f"{RESOURCES}/tokenizers/{{tokenizer}}",
+    priority: 100
+    conda:
+        "../envs/mfubench.yaml"
+    shell:
+        "python workflow/scripts/get_tokenizer.py --name {wildcards.tokenizer} --config {params.config:q}"
+        " --output {params.folder} 2>&1 | tee {log}"

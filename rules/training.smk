@@ -1,0 +1,18 @@
+use rule run_smoke as run_training with:
+    input:
+        data=run_inputs("training"),
+        machine=ancient(MACHINE_FILE),
+    output:
+        run=f"{RESULTS}/runs/training/{{case}}.json",
+    log:
+        f"{LOGS}/training/{{case}}.log",
+    params:
+        config=config_of("training"),
+        code=TRAINING_CODE,
+        generation=MACHINE.generation,
+        options=run_options("training"),
+    resources:
+        gpu=gpus_of("training"),
+        nodes=nodes_of("training"),
+        exclusive=1,
+    priority: PRIORITY["training"]

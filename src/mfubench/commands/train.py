@@ -1,0 +1,40 @@
+"""`mfubench train`: one run by hand, with the same RunConfig as in a study."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    model: Annotated[str, typer.Argument(help="Preset of config/models.yaml.")],
+    settings: Annotated[list[str] | None, typer.Argument(help="RunConfig keys: key=value …")] = None,
+    data: Annotated[Path, typer.Option(help="Folder of a prepared dataset.")] = Path("resources/datasets/stdlib"),
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of its tokenizer, to show sampled text.")] = None,
+    output: Annotated[Path, typer.Option(help="Run JSON to write.")] = Path("results/by-hand/run.json"),
+    cards: Annotated[int | None, typer.Option(help="GPUs to take; default: world_size where there are GPUs.")] = None,
+) -> None:
+    """Train MODEL once: mfubench train llama2-tiny max_iters=50 micro_batch_size=8 model.num_hidden_layers=2"""
+    from mfubench.experiments import build_run, parse_overrides
+    from mfubench.lease import visible_cards
+    from mfubench.training_job import main
+
+    defaults = {
+        "name": "by-hand/run",
+        "model": model,
+        "dataset": data.name,
+        "seq_len": 256,
+        "micro_batch_size": 8,
+        "max_iters": 20,
+    }
+    # `model` is a preset here: model.KEY=value changes one of its keys.
+    run = build_run((defaults, parse_overrides(settings or [])), "mfubench train")
+    if cards is None:
+        cards = run.world_size if visible_cards() and run.device != "cpu" else 0
+    arguments = ["--config", run.to_json(), "--data", str(data), "--work", str(output.with_suffix("")) + "-work"]
+    arguments += ["--output", str(output), "--cards", str(cards)]
+    if tokenizer is not None:
+        arguments += ["--tokenizer", str(tokenizer)]
+    raise typer.Exit(main(arguments))

@@ -1,0 +1,325 @@
+"""From a study's YAML to named runs. Three verbs declare every experiment:
+
+- `cases`: each differs from the base.
+- `ladder`: each inherits the one before.
+- `grid`: the product of the keys that hold lists.
+
+and `search` (in the memory stage) declares a memory limit to be found. The key is the file name:
+results/<study>/runs/tiers/tier3.json exists because `experiments.tiers.ladder.tier3` does. No torch here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from pydantic import Field
+
+from mfubench.config import ConfigError, MemorySearch, RunConfig, Strict, parse
+from mfubench.data.config import DatasetConfig, TokenizerConfig
+from mfubench.presets import load_model
+
+Stage = Literal["smoke", "baseline", "scaling", "tiers", "ablations", "memory", "training"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+
+# How a grid's keys are called in case names.
+SHORT_KEYS = {
+    "world_size": "gpus",
+    "micro_batch_size": "micro-batch",
+    "gradient_accumulation_steps": "accumulation",
+    "activation_checkpointing": "checkpointing",
+}
+
+Overrides = dict[str, Any]  # values by RunConfig key, nested like RunConfig
+
+
+class MachineConfig(Strict):
+    """The machine that measures."""
+
+    gpus: int | Literal["auto"] = Field("auto", description="GPUs of one node; auto: as found where Snakemake runs")
+    devices: tuple[int, ...] | None = Field(None, strict=False, description="indices of the cards that may be used")
+    max_nodes: int = Field(1, ge=1, description="nodes that one run may span")
+    when_too_small: Literal["stop", "skip"] = Field(
+        "stop", description="runs that need more GPUs than there are: refuse to start, or leave them out and say so"
+    )
+    when_busy: Literal["wait", "move", "stop"] = Field(
+        "stop", description="a card is in use by a process that is not ours: wait, take free cards, or stop"
+    )
+    wait_s: float = Field(3600.0, ge=0, description="how long to wait for free cards")
+    generation: int = Field(1, ge=1, description="raise it after a change of machine to mark every run stale")
+
+
+class CeilingsConfig(Strict):
+    """How long the card's own limits are measured."""
+
+    seconds: float = Field(2.0, gt=0, description="hot time per measured kernel")
+    micro_batch_size: int = Field(8, ge=1)
+
+
+class StageConfig(Strict):
+    base: Overrides = {}
+    cases: dict[str, Overrides | None] = {}
+    ladder: dict[str, Overrides | None] = {}
+    grid: dict[str, Overrides] = {}
+    search: dict[str, Overrides] = {}
+    repeats: int = Field(1, ge=1, description="whole processes per case, interleaved, to tell differences from noise")
+
+
+class EffectConfig(Strict):
+    """What one setting is worth: two cases that differ in it alone."""
+
+    name: str
+    arm: str
+    control: str
+    expected: str | None = None
+
+
+class StudyConfig(Strict):
+    study: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    description: str = ""
+    results_dir: str = "results"
+    resources_dir: str = "resources"
+    machine: MachineConfig = MachineConfig()
+    tokenizers: dict[str, TokenizerConfig]
+    datasets: dict[str, DatasetConfig]
+    ceilings: CeilingsConfig = CeilingsConfig()
+    base: Overrides
+    experiments: dict[Stage, StageConfig]
+    effects: tuple[EffectConfig, ...] = Field((), strict=False)
+    expectations: str | None = Field(None, description="a file of config/expectations, without .yaml")
+    price_per_gpu_hour: float | None = Field(None, ge=0)
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study, expanded and checked."""
+
+    config: StudyConfig
+    runs: dict[str, RunConfig]  # "stage/case" -> run
+    searches: dict[str, MemorySearch]  # "memory/case" -> search
+    skipped: dict[str, str]  # "stage/case" -> why it is left out on this machine
+
+    def cases(self, stage: str) -> list[str]:
+        """Case names of a stage's runs, in the order of the file."""
+        return [run.case for run in self.runs.values() if run.stage == stage]
+
+    def smoke_case(self, model: str) -> str | None:
+        """The smoke case that gates runs of a model, or None where the study has none."""
+        for run in self.runs.values():
+            if run.stage == "smoke" and run.model.name == model:
+                return run.case
+        return None
+
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(run.model.name for run in self.runs.values()))
+
+    def to_json(self) -> str:
+        """What the analysis needs to know of the study, as one line with sorted keys."""
+        return json.dumps(
+            {
+                "study": self.config.study,
+                "description": self.config.description,
+                "models": self.models(),
+                "effects": [effect.model_dump() for effect in self.config.effects],
+                "expectations": self.config.expectations,
+                "price_per_gpu_hour": self.config.price_per_gpu_hour,
+                "cases": {name: json.loads(run.to_json()) for name, run in self.runs.items()},
+                "searches": {name: json.loads(search.to_json()) for name, search in self.searches.items()},
+                "skipped": self.skipped,
+            },
+            sort_keys=True,
+        )
+
+
+def expand(values: dict[str, Any], source: str, gpus_per_node: int) -> Study:
+    """Check a study's YAML and expand it into runs.
+
+    values: the YAML as plain data; source: the file it came from, for messages; gpus_per_node: processes that one
+    node can hold (GPUs, or CPU processes where there is no GPU).
+
+    Raises ConfigError naming file, key path, what was found and what is allowed.
+    """
+    config: StudyConfig = parse(StudyConfig, values, source)
+    runs: dict[str, RunConfig] = {}
+    searches: dict[str, MemorySearch] = {}
+    for stage in STAGES:
+        declared = config.experiments.get(stage)
+        if declared is None:
+            continue
+        where = f"{source}: experiments.{stage}"
+        for case, overrides, at in expand_stage(declared, where):
+            for repeat in range(declared.repeats):
+                name = f"{stage}/{case}" + (f"-repeat{repeat}" if repeat else "")
+                if name in runs:
+                    raise ConfigError(f"{at}: there is already a case {name}; case names of a stage must differ")
+                layers = (config.base, declared.base, overrides, {"name": name, "repeat": repeat})
+                runs[name] = build_run(layers, at)
+        for case, overrides in declared.search.items():
+            if stage != "memory":
+                raise ConfigError(f"{where}.search: only the memory stage has a search")
+            search = build_search(config.base, declared.base, overrides, f"memory/{case}", f"{where}.search.{case}")
+            if search.run.name in runs or search.run.name in searches:
+                raise ConfigError(f"{where}.search.{case}: there is already a case {search.run.name}")
+            searches[search.run.name] = search
+
+    check_references(config, runs, searches, source)
+    skipped = leave_out_too_large(config, runs, searches, source, gpus_per_node)
+    return Study(config=config, runs=runs, searches=searches, skipped=skipped)
+
+
+def expand_stage(declared: StageConfig, where: str) -> list[tuple[str, Overrides, str]]:
+    """The cases of a stage as (case name, overrides, key path), in the order of the file."""
+    expanded: list[tuple[str, Overrides, str]] = []
+    for case, overrides in declared.cases.items():
+        expanded.append((case, overrides or {}, f"{where}.cases.{case}"))
+    inherited: Overrides = {}
+    for case, overrides in declared.ladder.items():
+        inherited = merge(inherited, overrides or {})
+        expanded.append((case, inherited, f"{where}.ladder.{case}"))
+    for prefix, axes in declared.grid.items():
+        lists = {key: values for key, values in axes.items() if isinstance(values, list) and key != "requires"}
+        fixed = {key: value for key, value in axes.items() if key not in lists}
+        if not lists:
+            raise ConfigError(f"{where}.grid.{prefix}: no key holds a list; use `cases` for a single run")
+        for point in itertools.product(*lists.values()):
+            chosen = dict(zip(lists, point, strict=True))
+            suffix = "-".join(f"{SHORT_KEYS.get(key, key.replace('_', '-'))}{value}" for key, value in chosen.items())
+            overrides = merge(fixed, nest(chosen))
+            expanded.append((f"{prefix}-{suffix}", overrides, f"{where}.grid.{prefix}"))
+    return expanded
+
+
+def build_run(layers: tuple[Overrides, ...], where: str) -> RunConfig:
+    """Merge the layers, resolve the model preset, validate."""
+    merged: Overrides = {}
+    for layer in layers:
+        merged = merge(merged, layer)
+    merged["model"] = resolve_model(merged.get("model"), where)
+    run: RunConfig = parse(RunConfig, merged, where)
+    return run
+
+
+def build_search(base: Overrides, stage_base: Overrides, overrides: Overrides, name: str, where: str) -> MemorySearch:
+    """A memory search: keys of MemorySearch stand beside keys of the run it tries."""
+    own = {key: value for key, value in overrides.items() if key in MemorySearch.model_fields and key != "run"}
+    of_run = {key: value for key, value in overrides.items() if key not in own}
+    if "candidates" not in own:
+        raise ConfigError(f"{where}.candidates: missing; give the micro-batch sizes to try, such as [8, 16, 32]")
+    candidates = own["candidates"]
+    if not isinstance(candidates, list) or not candidates:
+        raise ConfigError(f"{where}.candidates: found {candidates!r}; give a list of micro-batch sizes")
+    layers = (base, stage_base, of_run, {"name": name, "micro_batch_size": candidates[0]})
+    run = build_run(layers, where)
+    search: MemorySearch = parse(MemorySearch, {**own, "run": json.loads(run.to_json())}, where)
+    return search
+
+
+def resolve_model(value: Any, where: str) -> dict[str, Any]:
+    """`llama2-1.36b`, or `{preset: llama2-1.36b, num_hidden_layers: 4}`, as the keys of ModelConfig."""
+    if isinstance(value, str):
+        value = {"preset": value}
+    if not isinstance(value, dict) or not isinstance(value.get("preset"), str):
+        raise ConfigError(f"{where}.model: found {value!r}; give a preset of config/models.yaml")
+    changes = {key: item for key, item in value.items() if key != "preset"}
+    try:
+        return load_model(value["preset"], changes).model_dump(mode="json")
+    except ConfigError as error:
+        raise ConfigError(f"{where}.model: {error}") from None
+
+
+def check_references(
+    config: StudyConfig, runs: dict[str, RunConfig], searches: dict[str, MemorySearch], source: str
+) -> None:
+    """Datasets, tokenizers and effect arms that are named must exist."""
+    for name, dataset in config.datasets.items():
+        if dataset.tokenizer not in config.tokenizers:
+            raise ConfigError(
+                f"{source}: datasets.{name}.tokenizer: found {dataset.tokenizer!r}; "
+                f"tokenizers of this study: {', '.join(config.tokenizers)}"
+            )
+    for name, run in {**runs, **{name: search.run for name, search in searches.items()}}.items():
+        if run.dataset not in config.datasets:
+            raise ConfigError(
+                f"{source}: {name}: dataset: found {run.dataset!r}; "
+                f"datasets of this study: {', '.join(config.datasets)}"
+            )
+    for position, effect in enumerate(config.effects):
+        for side in (effect.arm, effect.control):
+            if side not in runs:
+                raise ConfigError(f"{source}: effects.{position}: there is no case {side!r} in this study")
+
+
+def leave_out_too_large(
+    config: StudyConfig,
+    runs: dict[str, RunConfig],
+    searches: dict[str, MemorySearch],
+    source: str,
+    gpus_per_node: int,
+) -> dict[str, str]:
+    """Refuse runs that this machine cannot hold, or take them out and say why."""
+    skipped: dict[str, str] = {}
+    for name, run in {**runs, **{name: search.run for name, search in searches.items()}}.items():
+        per_node = run.world_size // run.nnodes
+        reason = None
+        if per_node > gpus_per_node:
+            reason = f"needs {per_node} processes a node, this machine holds {gpus_per_node}"
+        elif run.nnodes > config.machine.max_nodes:
+            reason = f"needs {run.nnodes} nodes, machine.max_nodes is {config.machine.max_nodes}"
+        if reason is None:
+            continue
+        if config.machine.when_too_small == "stop":
+            raise ConfigError(
+                f"{source}: experiments.{name.replace('/', '.')}: world_size {run.world_size} {reason}; "
+                "lower world_size, or set machine.when_too_small: skip to leave such runs out"
+            )
+        skipped[name] = reason
+    for name in skipped:
+        runs.pop(name, None)
+        searches.pop(name, None)
+    return skipped
+
+
+def merge(under: Overrides, over: Overrides) -> Overrides:
+    """Nested mappings key by key, anything else replaced. Dotted keys are nested first; a model preset replaces."""
+    merged = dict(under)
+    for key, value in nest(over).items():
+        below = merged.get(key)
+        if key == "model" and isinstance(below, str):
+            below = {"preset": below}
+        replaces = key == "model" and isinstance(value, dict) and "preset" in value
+        if isinstance(below, dict) and isinstance(value, dict) and not replaces:
+            merged[key] = merge(below, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def nest(overrides: Overrides) -> Overrides:
+    """`{"loader.kind": "memmap"}` as `{"loader": {"kind": "memmap"}}`."""
+    nested: Overrides = {}
+    for key, value in overrides.items():
+        head, _, tail = str(key).partition(".")
+        if tail:
+            nested[head] = merge(nested.get(head, {}), {tail: value})
+        else:
+            nested[head] = value
+    return nested
+
+
+def parse_overrides(pairs: list[str]) -> Overrides:
+    """`key=value` words of a command line as overrides; values are YAML. Raises ConfigError on another form."""
+    import yaml
+
+    overrides: Overrides = {}
+    for pair in pairs:
+        key, sign, text = pair.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"{pair!r}: write key=value, such as micro_batch_size=8 or loader.kind=memmap")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{pair!r}: the value is not YAML ({error})") from None
+        overrides = merge(overrides, {key: value})
+    return overrides

@@ -1,0 +1,96 @@
+"""Which cards a job may use, exclusively.
+
+Snakemake's `gpu` resource only counts: two one-GPU jobs would both land on card 0. A lease is one file lock a card,
+taken all or none, so that jobs of several workflows and users on one machine never share a card. The kernel drops
+the locks when the holder ends, also after SIGKILL. Inside a SLURM allocation the cards are already exclusive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from mfubench.config import ConfigError
+
+POLL_S = 0.5
+
+
+def visible_cards() -> list[str]:
+    """Cards of this machine or allocation, as CUDA_VISIBLE_DEVICES names them; [] on a machine without GPUs."""
+    stated = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if stated is not None:
+        return [card.strip() for card in stated.split(",") if card.strip() not in ("", "-1", "NoDevFiles")]
+    return [str(index) for index in range(count_gpus())]
+
+
+def count_gpus() -> int:
+    """Cards that the NVIDIA driver lists; 0 where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def lock_folder() -> Path:
+    folder = Path(os.environ.get("MFUBENCH_LEASES", Path(tempfile.gettempdir()) / "mfubench-leases"))
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # made by another user, who has already opened it to all
+        folder.chmod(0o1777)
+    return folder
+
+
+@contextlib.contextmanager
+def lease_cards(count: int, cards: list[str], wait_s: float) -> Iterator[list[str]]:
+    """Hold `count` of `cards` until the block ends; yields them.
+
+    Raises ConfigError when there are not that many cards, TimeoutError when none came free within wait_s seconds.
+    """
+    if count > len(cards):
+        raise ConfigError(f"the run needs {count} GPUs, this machine or allocation has {len(cards)}: {cards}")
+    if "SLURM_JOB_ID" in os.environ:
+        yield cards[:count]
+        return
+    deadline = time.monotonic() + wait_s
+    while True:
+        held = try_locks(count, cards)
+        if held is not None:
+            break
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {count} free GPU(s) among {cards} within {wait_s:.0f} s; other runs hold them")
+        time.sleep(POLL_S)
+    try:
+        yield list(held)
+    finally:
+        for handle in held.values():
+            os.close(handle)
+
+
+def try_locks(count: int, cards: list[str]) -> dict[str, int] | None:
+    """Lock `count` cards now, or none of them."""
+    held: dict[str, int] = {}
+    folder = lock_folder()
+    for card in cards:
+        if len(held) == count:
+            break
+        handle = os.open(folder / f"card-{card.replace('/', '_')}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held[card] = handle
+        except BlockingIOError:
+            os.close(handle)
+    if len(held) < count:
+        for handle in held.values():
+            os.close(handle)
+        return None
+    return held

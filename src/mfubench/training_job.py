@@ -1,0 +1,57 @@
+"""One measured run as a job: cards of its own, then the training engine in a fresh process."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from mfubench.config import ConfigError
+from mfubench.job import add_job_arguments, cards_for_job
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `train_model.py --config JSON --data DIR --work DIR --output FILE …`; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Train one run and write its run JSON.")
+    parser.add_argument("--config", required=True, help="RunConfig as JSON")
+    add_job_arguments(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        with cards_for_job(arguments):
+            return start_training(
+                arguments.config,
+                data=arguments.data,
+                tokenizer=arguments.tokenizer,
+                work=arguments.work,
+                output=arguments.output,
+                resume=arguments.resume,
+            )
+    except (ConfigError, TimeoutError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def start_training(config: str, *, data: Path, tokenizer: Path | None, work: Path, output: Path, resume: str) -> int:
+    """Run the engine in a process of its own, pass signals on to it, and return its exit code.
+
+    0: a run JSON was written (ok, oom, diverged or skipped); 75: stopped by SIGTERM with a checkpoint; else failed.
+    """
+    command = [sys.executable, "-m", "mfubench.train.launch", "--config", config, "--data", str(data)]
+    command += ["--work", str(work), "--output", str(output), "--resume", resume]
+    if tokenizer is not None:
+        command += ["--tokenizer", str(tokenizer)]
+    process = subprocess.Popen(command)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,8 @@
+"""Check a smoke run: status, architecture's parameter count, number of steps, first loss near ln(vocabulary)."""
+
+import sys
+
+from mfubench.smoke import main
+
+if __name__ == "__main__":
+    sys.exit(main())

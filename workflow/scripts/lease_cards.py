@@ -1,0 +1,20 @@
+"""Run a command with GPUs of its own: `lease_cards.py --cards N [--devices 5,6] -- COMMAND …`."""
+
+import argparse
+import subprocess
+import sys
+
+from mfubench.config import ConfigError
+from mfubench.job import add_card_arguments, cards_for_job
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_card_arguments(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    try:
+        with cards_for_job(arguments):
+            sys.exit(subprocess.run(command).returncode)
+    except (ConfigError, TimeoutError) as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,6 @@
+"""Record the machine that a study is measured on: cards, driver, processor, kernel packages."""
+
+from mfubench.machine import main
+
+if __name__ == "__main__":
+    main()
