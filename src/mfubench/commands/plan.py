@@ -1,0 +1,140 @@
+"""`mfubench plan`: compute-optimal models for a budget, what they cost and what they would reach."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Compute-optimal models for a budget, by Chinchilla laws and exact costs.")
+
+Law = Annotated[Literal["hoffmann", "besiroglu"], typer.Option(help="Fit of the Chinchilla law.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def loss(
+    parameters: Annotated[float, typer.Option(help="All parameters, e.g. 1544628224 or 1.5e9.")],
+    tokens: Annotated[float, typer.Option(help="Training tokens.")],
+    law: Law = "hoffmann",
+    as_json: Json = False,
+) -> None:
+    """Predicted loss of N parameters trained on D tokens."""
+    from mfubench.planner import find_law, require_positive
+
+    require_positive(parameters=parameters, tokens=tokens)
+    chinchilla = find_law(law)
+    result = {
+        "loss": chinchilla.loss(parameters, tokens),
+        "law": law,
+        "source": chinchilla.source,
+        "parameters": parameters,
+        "tokens": tokens,
+        "tokens_per_parameter": tokens / parameters,
+    }
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        typer.echo(f"loss {result['loss']:.5f} at D/N {result['tokens_per_parameter']:.1f} ({chinchilla.source})")
+
+
+@app.command()
+def cost(
+    model: Annotated[str, typer.Argument(help="A preset of config/models.yaml.")],
+    tokens: Annotated[float, typer.Option(help="Training tokens.")],
+    seq_len: Annotated[int, typer.Option(min=1)] = 2048,
+    law: Law = "hoffmann",
+    as_json: Json = False,
+) -> None:
+    """FLOPs of training a preset, by every convention and by 6ND, and the loss to expect."""
+    from mfubench.planner import evaluate, find_law, require_positive
+    from mfubench.presets import load_model
+
+    require_positive(tokens=tokens)
+    design = evaluate(load_model(model), tokens, seq_len, find_law(law))
+    result = {"model": model, **describe(design), "law": law}
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    typer.echo(f"{model}: N {design.parameters:,}, D {tokens:.4g}, D/N {design.tokens_per_parameter:.1f}")
+    typer.echo(f"loss    {design.loss:.5f} ({law})")
+    for name, flops in result["cost_flops"].items():
+        typer.echo(f"{name:<7} {flops:.4e} FLOPs")
+
+
+@app.command()
+def search(
+    compute: Annotated[float, typer.Option(help="Budget in FLOPs, counted by --convention.")],
+    vocab_size: Annotated[int, typer.Option(help="Rows of the embedding.")],
+    seq_len: Annotated[int, typer.Option()] = 2048,
+    law: Law = "hoffmann",
+    convention: Annotated[Literal["palm", "matmul", "causal"], typer.Option(help="How FLOPs are counted.")] = "matmul",
+    ratio_min: Annotated[float | None, typer.Option(help="Tokens per parameter at least.")] = None,
+    ratio_max: Annotated[float | None, typer.Option(help="Tokens per parameter at most.")] = None,
+    unique_tokens: Annotated[float | None, typer.Option(help="Tokens the data set holds.")] = None,
+    max_epochs: Annotated[float, typer.Option(help="How often the data may be read.")] = 1.0,
+    layers: Annotated[list[int] | None, typer.Option(help="Allowed number of layers (repeatable).")] = None,
+    hidden_size: Annotated[list[int] | None, typer.Option(help="Allowed width (repeatable).")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Allowed head size (repeatable); first preferred.")] = None,
+    query_groups: Annotated[list[int] | None, typer.Option(help="Query heads per kv head (repeatable).")] = None,
+    tied: Annotated[bool, typer.Option("--tied", help="Embedding and head share one matrix.")] = False,
+    count: Annotated[int, typer.Option(min=1, help="Designs to show.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Search the models of lowest predicted loss for a compute budget."""
+    from mfubench.config import parse
+    from mfubench.planner import PlanConfig
+    from mfubench.planner_search import search as search_designs
+
+    settings: dict[str, Any] = {
+        "compute": compute,
+        "vocab_size": vocab_size,
+        "seq_len": seq_len,
+        "law": law,
+        "convention": convention,
+        "ratio_min": ratio_min,
+        "ratio_max": ratio_max,
+        "unique_tokens": unique_tokens,
+        "max_epochs": max_epochs,
+        "tie_word_embeddings": tied,
+        "layers": layers or (),
+        "hidden_sizes": hidden_size or (),
+    }
+    if head_dim:
+        settings["head_dims"] = head_dim
+    if query_groups:
+        settings["query_groups"] = query_groups
+    plan = parse(PlanConfig, settings, "plan")
+    designs = search_designs(plan, count)
+    if as_json:
+        typer.echo(json.dumps({"plan": plan.model_dump(mode="json"), "designs": [describe(one) for one in designs]}))
+        return
+    typer.echo(f"{compute:.3g} FLOPs ({convention}), vocabulary {vocab_size:,}, {law} law")
+    typer.echo(f"{'layers':>6} {'hidden':>6} {'heads/kv/dim':>13} {'mlp':>6} {'N':>8} {'D':>8} {'D/N':>6} {'loss':>8}")
+    for design in designs:
+        model = design.model
+        heads = f"{model.num_attention_heads}/{model.num_key_value_heads}/{model.head_dim}"
+        typer.echo(
+            f"{model.num_hidden_layers:>6} {model.hidden_size:>6} {heads:>13} {model.intermediate_size:>6} "
+            f"{design.parameters / 1e9:>7.3f}B {design.tokens / 1e9:>7.1f}B {design.tokens_per_parameter:>6.1f} "
+            f"{design.loss:>8.5f}"
+        )
+
+
+def describe(design: Any) -> dict[str, Any]:
+    """A design as JSON."""
+    from mfubench.flops import CONVENTIONS
+
+    return {
+        "architecture": design.model.model_dump(mode="json"),
+        "parameters": design.parameters,
+        "tokens": design.tokens,
+        "tokens_per_parameter": design.tokens_per_parameter,
+        "epochs": design.epochs,
+        "loss": design.loss,
+        "cost_flops": {
+            **{name: design.cost(name) for name in CONVENTIONS},
+            "6ND": 6 * design.parameters * design.tokens,
+        },
+    }

@@ -1,0 +1,264 @@
+"""The planner: laws to five decimals, costs by stated conventions, and a search that keeps every promise."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from mfubench.commands.plan import app
+from mfubench.config import ConfigError, ModelConfig, parse
+from mfubench.flops import count_parameters, flop_terms, flops_per_token
+from mfubench.planner import LAWS, PlanConfig, effective_tokens, evaluate, find_law, price
+from mfubench.planner_search import build_model, search, shapes
+from mfubench.presets import load_model
+
+BUDGET = 1.36e21
+# The designs of the brief: preset, vocabulary they were planned with, tokens, the loss stated for them.
+DESIGNS = {
+    "llama3-1.5b": (1_544_628_224, 101.909e9, 2.33512),
+    "llama3-2.2b": (2_224_154_624, 61.545e9, 2.35106),
+    "qwen3-1.8b": (1_829_189_632, 81.727e9, 2.33972),
+    "llama2-1.36b": (1_294_159_104, 84.72e9, 2.37209),
+}
+
+
+def plan(**overrides) -> PlanConfig:
+    return PlanConfig(**{"compute": BUDGET, "vocab_size": 128_256, **overrides})
+
+
+@pytest.mark.parametrize("parameters, tokens, expected", DESIGNS.values(), ids=DESIGNS)
+def test_hoffmann_losses(parameters, tokens, expected):
+    assert round(find_law("hoffmann").loss(parameters, tokens), 5) == expected
+
+
+def test_besiroglu_at_chinchillas_own_point():
+    # 70B on 1.4T: 1.8172 + 482.01 / 7e10^0.3478 + 2085.43 / 1.4e12^0.3658, term by term
+    expected = 1.8172 + 482.01 * 7e10**-0.3478 + 2085.43 * 1.4e12**-0.3658
+    assert find_law("besiroglu").loss(70e9, 1.4e12) == pytest.approx(expected, abs=1e-12)
+    # the refit's point: compute-optimal D/N is near 20 at Chinchilla's budget, where Hoffmann's published fit says 70
+    parameters, tokens = find_law("besiroglu").optimum(5.76e23)
+    assert 15 < tokens / parameters < 25
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+@pytest.mark.parametrize("compute", [1e18, BUDGET, 1e25])
+def test_textbook_optimum_is_a_minimum(law, compute):
+    parameters, tokens = law.optimum(compute)
+    assert 6 * parameters * tokens == pytest.approx(compute)
+    best = law.loss(parameters, tokens)
+    for factor in (0.9, 1.1):
+        assert law.loss(parameters * factor, tokens / factor) > best
+
+
+def test_unknown_law_names_the_known_ones():
+    with pytest.raises(ConfigError, match=r"kaplan.*hoffmann, besiroglu"):
+        find_law("kaplan")
+
+
+@pytest.mark.parametrize(
+    "preset, overrides, six_n_d, matmul",
+    [
+        ("llama3-1.5b", {}, 9.44e20, 8.76e20),
+        ("llama3-2.2b", {}, 8.21e20, 8.17e20),
+        ("qwen3-1.8b", {"vocab_size": 151_643, "qk_norm": False}, 8.97e20, 8.43e20),
+    ],
+)
+def test_stated_budget_is_not_the_cost_of_the_designs(preset, overrides, six_n_d, matmul):
+    parameters, tokens, _ = DESIGNS[preset]
+    design = evaluate(load_model(preset, overrides), tokens, 2048, find_law("hoffmann"))
+    assert 6 * parameters * tokens == pytest.approx(six_n_d, rel=1e-3)
+    assert design.cost("matmul") == pytest.approx(matmul, rel=1e-3)
+    assert max(design.cost(name) for name in design.flops_per_token) < 0.8 * BUDGET
+
+
+def test_budget_follows_from_scores_over_the_width_and_a_forgotten_head():
+    """What does give 1.36e21: query-key products of 2 heads S^2 H (width for head size), no lm_head, within 2 %."""
+    for preset, overrides in (
+        ("llama3-1.5b", {}),
+        ("llama3-2.2b", {}),
+        ("qwen3-1.8b", {"vocab_size": 151_643, "qk_norm": False}),
+    ):
+        model = load_model(preset, overrides)
+        counts = count_parameters(model)
+        scores = 2 * model.num_attention_heads * 2048 * model.hidden_size * model.num_hidden_layers
+        forward = 2 * (counts.attention + counts.mlp) + scores
+        assert 3 * forward * DESIGNS[preset][1] == pytest.approx(BUDGET, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "convention, tokens, expected", [("matmul", 158e9, 2.296), ("palm", 133.7e9, 2.310), ("causal", 167e9, 2.291)]
+)
+def test_tokens_the_budget_buys_the_1_5b_model(convention, tokens, expected):
+    model = load_model("llama3-1.5b")
+    bought = BUDGET / flops_per_token(flop_terms(model, 2048), convention)
+    assert bought == pytest.approx(tokens, rel=2e-3)
+    assert round(find_law("hoffmann").loss(flop_terms(model, 2048).parameters, bought), 3) == expected
+
+
+def test_twenty_tokens_a_parameter_is_twenty_eight():
+    parameters, tokens, _ = DESIGNS["llama3-2.2b"]
+    assert round(tokens / parameters, 1) == 27.7
+
+
+# --- search ----------------------------------------------------------------------------------------------------------
+
+
+def test_search_beats_the_designs_at_the_same_cost():
+    """At what each design really costs, the search finds a loss no higher than the design's."""
+    for preset in ("llama3-1.5b", "llama3-2.2b"):
+        given_design = evaluate(load_model(preset), DESIGNS[preset][1], 2048, find_law("hoffmann"))
+        best = search(plan(compute=given_design.cost("matmul")))[0]
+        assert best.loss < given_design.loss
+
+
+def test_search_spends_the_budget_exactly_and_ranks():
+    designs = search(plan(), count=6)
+    assert len(designs) == 6
+    assert [one.loss for one in designs] == sorted(one.loss for one in designs)
+    assert len({one.model.hidden_size for one in designs}) == 6
+    for one in designs:
+        assert one.cost("matmul") == pytest.approx(BUDGET, rel=1e-12)
+        assert one.parameters == count_parameters(one.model).total
+        assert one.loss == pytest.approx(find_law("hoffmann").loss(one.parameters, one.tokens), abs=1e-12)
+
+
+def test_grid_counts_like_single_models():
+    grid = shapes(plan(qk_norm=True), 1536)
+    terms = flop_terms(grid, 2048)
+    for row in np.random.default_rng(0).integers(0, grid.num_hidden_layers.size, 20):
+        single = flop_terms(build_model(grid, row), 2048)
+        assert single.parameters == terms.parameters[row]
+        for convention in ("palm", "matmul", "causal"):
+            assert flops_per_token(single, convention) == flops_per_token(terms, convention)[row]
+
+
+def test_no_allowed_shape_beats_the_best():
+    """Exhaustively over one small space, shape by shape through the scalar formulas."""
+    small = plan(hidden_sizes=(1024, 1280), head_dims=(128,), compute=1e19, indifference=0.0)
+    law = find_law("hoffmann")
+    losses = []
+    for hidden_size in (1024, 1280):
+        grid = shapes(small, hidden_size)
+        for row in range(grid.num_hidden_layers.size):
+            terms = flop_terms(build_model(grid, row), 2048)
+            losses.append(law.loss(terms.parameters, 1e19 / flops_per_token(terms, "matmul")))
+    assert search(small)[0].loss == pytest.approx(min(losses), abs=1e-12)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    exponent=st.floats(18, 24),
+    ratio=st.floats(5, 200),
+    vocab_size=st.sampled_from([32_000, 50_257, 151_936]),
+    convention=st.sampled_from(["palm", "matmul", "causal"]),
+    law=st.sampled_from(["hoffmann", "besiroglu"]),
+)
+def test_search_keeps_its_bands(exponent, ratio, vocab_size, convention, law):
+    wanted = plan(
+        compute=10**exponent,
+        vocab_size=vocab_size,
+        convention=convention,
+        law=law,
+        ratio_min=ratio,
+        ratio_max=1.5 * ratio,
+        hidden_sizes=tuple(range(256, 8192, 512)),
+    )
+    try:
+        designs = search(wanted)
+    except ConfigError:
+        return  # a narrow band may hold no shape of these widths
+    for one in designs:
+        model = one.model
+        assert ratio * (1 - 1e-9) <= one.tokens_per_parameter <= 1.5 * ratio * (1 + 1e-9)
+        assert one.cost(convention) <= wanted.compute * (1 + 1e-9)
+        assert 64 <= model.hidden_size / model.num_hidden_layers <= 128
+        assert model.intermediate_size % 256 == 0 and 2.5 <= model.intermediate_size / model.hidden_size <= 4
+        assert model.num_attention_heads * model.head_dim == model.hidden_size
+
+
+def test_data_limits_the_tokens():
+    scarce = search(plan(unique_tokens=40e9, max_epochs=2.0))[0]
+    plenty = search(plan())[0]
+    assert scarce.tokens <= 80e9 and scarce.epochs == pytest.approx(scarce.tokens / 40e9)
+    assert scarce.parameters > plenty.parameters and scarce.loss > plenty.loss
+
+
+def test_repeated_tokens_are_worth_less():
+    assert effective_tokens(30e9, 40e9) == 30e9  # not one epoch: all fresh
+    once, four, forty = (effective_tokens(epochs * 1e9, 1e9) / 1e9 for epochs in (1, 4, 40))
+    assert once == 1 and 3.5 < four < 4 and 14 < forty < 1 + 15.39
+
+
+def test_memory_turns_models_down():
+    largest = search(plan(), fits=lambda model: count_parameters(model).total < 1.2e9)[0]
+    assert largest.parameters < 1.2e9
+
+
+def test_equal_losses_keep_the_preferred_head_size():
+    assert search(plan(head_dims=(128, 64)))[0].model.head_dim == 128
+    assert search(plan(head_dims=(64, 128)))[0].model.head_dim == 64
+
+
+def test_impossible_plans_say_why():
+    with pytest.raises(ConfigError, match="ratio_min"):
+        search(plan(ratio_min=1e6))
+    with pytest.raises(ConfigError, match=r"plan: ratio_min 30.0 is above ratio_max 20.0"):
+        parse(PlanConfig, {"compute": 1e20, "vocab_size": 100, "ratio_min": 30.0, "ratio_max": 20.0}, "plan")
+    with pytest.raises(ConfigError, match="compute"):
+        parse(PlanConfig, {"compute": -1.0, "vocab_size": 100}, "plan")
+
+
+def test_price_is_arithmetic():
+    design = evaluate(load_model("llama2-1.36b"), 84.72e9, 2048, find_law("hoffmann"))
+    cost = price(design, gpu="B200", gpus=8, mfu=0.5, peak_tflops=2250, power_w=1000, price_per_gpu_hour=4.0)
+    assert cost.tokens_per_s == pytest.approx(8 * 2250e12 * 0.5 / 8.784175104e9, rel=1e-6)
+    assert cost.hours == pytest.approx(84.72e9 / cost.tokens_per_s / 3600)
+    assert cost.energy_kwh == pytest.approx(8 * cost.hours)
+    assert cost.money == pytest.approx(32 * cost.hours)
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+def run_json(*arguments: str) -> dict:
+    result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+@pytest.mark.parametrize("parameters, tokens, expected", DESIGNS.values(), ids=DESIGNS)
+def test_command_loss(parameters, tokens, expected):
+    assert round(run_json("loss", "--parameters", str(parameters), "--tokens", str(tokens))["loss"], 5) == expected
+
+
+def test_command_loss_by_the_other_law():
+    result = run_json("loss", "--parameters", "1.5e9", "--tokens", "1e11", "--law", "besiroglu")
+    assert result["loss"] == find_law("besiroglu").loss(1.5e9, 1e11)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_command_loss_refuses_what_is_no_quantity(value):
+    with pytest.raises(ConfigError, match="parameters"):
+        CliRunner().invoke(app, ["loss", "--parameters", value, "--tokens", "1e9"], catch_exceptions=False)
+
+
+def test_command_search_round_trips_its_models():
+    result = run_json("search", "--compute", "1e20", "--vocab-size", "32000", "--layers", "12", "--count", "2")
+    assert len(result["designs"]) == 2
+    for one in result["designs"]:
+        model = ModelConfig.model_validate(one["architecture"])
+        assert model.num_hidden_layers == 12
+        assert count_parameters(model).total == one["parameters"]
+        assert math.isclose(one["cost_flops"]["matmul"], 1e20)
+
+
+def test_command_cost():
+    result = run_json("cost", "llama3-1.5b", "--tokens", "101.909e9")
+    assert round(result["loss"], 5) == 2.33512
+    assert result["cost_flops"]["6ND"] == pytest.approx(9.44e20, rel=1e-3)
