@@ -1,0 +1,133 @@
+"""The attention kernels, one signature: causal attention(q [B,T,H,D], k [B,T,KV,D], v [B,T,KV,D]) -> [B,T,H,D].
+
+Key/value heads may be fewer than query heads (GQA); each kernel but `eager` handles that without copying them.
+
+torch's own kernels are called as the operators that they are, not chosen through `sdpa_kernel`: that context manager
+acts while a graph is traced, leaves nothing in it, and so a compile cache could hand one backend's graph to another.
+The operator is part of the graph and of its cache key. `attention.py` chooses among these functions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The plain form, with the whole score matrix in memory: the reference for all others."""
+    _, T, H, D = q.shape
+    q, k, v = q.transpose(1, 2), repeat_heads(k, H).transpose(1, 2), repeat_heads(v, H).transpose(1, 2)  # [B, H, T, D]
+    scores = q @ k.transpose(-2, -1) * D**-0.5  # [B, H, T, T]
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    probabilities = scores.masked_fill(future, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+    return (probabilities @ v).transpose(1, 2)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, KV, D] -> [B, T, heads, D]: each key/value head once for every query head of its group."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's flash kernel; on CUDA in float32, which flash does not have, torch's memory-efficient kernel."""
+    if not q.is_cuda:
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+    elif q.dtype == torch.float32:
+        k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
+        out = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, compute_log_sumexp=True, is_causal=True
+        )[0]
+    else:
+        out = torch.ops.aten._scaled_dot_product_flash_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True
+        )[0]
+    return out.transpose(1, 2)
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """cuDNN's kernel, as torch brings it."""
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, compute_log_sumexp=True, is_causal=True
+    )[0]
+    return out.transpose(1, 2)
+
+
+def load_fa2() -> AttentionFunction:
+    """FlashAttention-2 of the flash-attn package. Raises ImportError (or what a broken build raises) without it."""
+    from flash_attn import flash_attn_func  # not find_spec: flash-attn-4 owns the same namespace
+
+    def fa2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(q, k, v, causal=True)
+
+    return fa2
+
+
+def load_fa3() -> AttentionFunction:
+    """FlashAttention-3 (the `hopper` folder of flash-attention, built from source)."""
+    from flash_attn_interface import flash_attn_func
+
+    def fa3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_func(q, k, v, causal=True)
+        return out[0] if isinstance(out, tuple) else out  # older releases return (out, log-sum-exp)
+
+    return fa3
+
+
+@functools.cache
+def load_fa4() -> AttentionFunction:
+    """FlashAttention-4 of the flash-attn-4 package: kernels written in CuTe DSL and compiled at the first call.
+
+    The package launches them from Python, which torch.compile cannot trace; here they become two operators that it
+    takes as they are. Cached, since an operator is registered once a process.
+    """
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    @torch.library.custom_op("mfubench::fa4", mutates_args=(), device_types="cuda")
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, log_sum_exp, *_ = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)
+        return out, log_sum_exp
+
+    @forward.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        B, T, H, _ = q.shape
+        return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
+
+    @torch.library.custom_op("mfubench::fa4_backward", mutates_args=(), device_types="cuda")
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        _flash_attn_bwd(q, k, v, out, grad, log_sum_exp, causal=True, dq=dq, dk=dk, dv=dv)
+        return dq, dk, dv
+
+    @backward.register_fake
+    def _(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs, *output)
+
+    def differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return backward(grad, *ctx.saved_tensors)
+
+    forward.register_autograd(differentiate, setup_context=save)
+
+    def fa4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return forward(q, k, v)[0]
+
+    return fa4

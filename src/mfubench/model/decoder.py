@@ -1,0 +1,228 @@
+"""The decoder: embeddings, blocks, head, and the loss inside, from hidden states and the head's weight.
+
+Read top to bottom: `Attention`, `Block`, `Decoder`, `build_model`. q, k and v are one merged weight (rows: all query
+heads, all key heads, all value heads), gate and up another; import and export of checkpoints split them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mfubench.config import ModelConfig, RunConfig
+from mfubench.model.attention import resolve_attention
+from mfubench.model.attention_kernels import AttentionFunction, eager
+from mfubench.model.components import apply_rope, make_mlp, make_norm, rope_tables
+from mfubench.model.loss import LossFunction, full_loss, resolve_loss
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Attention(nn.Module):
+    """Causal self-attention: MHA or GQA, with Qwen3's q/k-norm and RoPE where the model has them."""
+
+    def __init__(self, model: ModelConfig, attention: AttentionFunction):
+        super().__init__()
+        self.query_heads, self.key_heads, self.head_dim = (
+            model.num_attention_heads,
+            model.num_key_value_heads,
+            model.head_dim,
+        )
+        q_width, kv_width = self.query_heads * self.head_dim, self.key_heads * self.head_dim
+        self.qkv = nn.Linear(model.hidden_size, q_width + 2 * kv_width, bias=model.attention_bias)
+        self.output = nn.Linear(q_width, model.hidden_size, bias=model.attention_bias)
+        self.norm_eps = model.rms_norm_eps
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=self.norm_eps) if model.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=self.norm_eps) if model.qk_norm else None
+        self.attention = attention
+
+    def forward(self, hidden: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        B, T, _ = hidden.shape
+        heads = self.qkv(hidden).view(B, T, self.query_heads + 2 * self.key_heads, self.head_dim)
+        # queries and keys are normalised and rotated together, as one kernel; splitting and transposing copy nothing
+        query_key, value = heads.split((self.query_heads + self.key_heads, self.key_heads), dim=2)  # [B, T, H, D]
+        if self.q_norm is not None and self.k_norm is not None:
+            weight = torch.cat(  # [query_heads + key_heads, D]
+                (
+                    self.q_norm.weight.expand(self.query_heads, self.head_dim),
+                    self.k_norm.weight.expand(self.key_heads, self.head_dim),
+                )
+            )
+            query_key = F.rms_norm(query_key, (self.head_dim,), eps=self.norm_eps) * weight
+        if cos is not None and sin is not None:
+            query_key = apply_rope(query_key, cos, sin)
+        query, key = query_key.split((self.query_heads, self.key_heads), dim=2)
+        attended = self.attention(query, key, value)  # [B, T, query_heads, D]
+        return self.output(attended.reshape(B, T, self.query_heads * self.head_dim))
+
+
+class Block(nn.Module):
+    """One layer. pre: x + f(norm(x)), as GPT-2 and Llama; post: norm(x + f(x)), as the original transformer."""
+
+    def __init__(self, model: ModelConfig, attention: AttentionFunction):
+        super().__init__()
+        self.attention_norm = make_norm(model, model.hidden_size)
+        self.attention = Attention(model, attention)
+        self.mlp_norm = make_norm(model, model.hidden_size)
+        self.mlp = make_mlp(model)
+        self.norm_first = model.norm_position == "pre"
+
+    def forward(self, hidden: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        """hidden [B, T, hidden]; cos, sin [T, D/2] float32, or None without RoPE."""
+        if self.norm_first:
+            hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin)
+            return hidden + self.mlp(self.mlp_norm(hidden))
+        hidden = self.attention_norm(hidden + self.attention(hidden, cos, sin))
+        return self.mlp_norm(hidden + self.mlp(hidden))
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer that returns its loss.
+
+    `context` is the longest sequence it takes. Build it with `build_model`, which also initialises it; the
+    constructor alone leaves PyTorch's own initial values.
+    """
+
+    cos: Tensor | None
+    sin: Tensor | None
+
+    def __init__(self, model: ModelConfig, context: int, attention: AttentionFunction, loss: LossFunction):
+        super().__init__()
+        self.config = model
+        self.context = context
+        self.token_embedding = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.position_embedding = (
+            nn.Embedding(model.max_position_embeddings, model.hidden_size) if model.position == "learned" else None
+        )
+        self.blocks = nn.ModuleList(Block(model, attention) for _ in range(model.num_hidden_layers))
+        self.final_norm = make_norm(model, model.hidden_size)
+        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.loss = loss
+        self.register_buffer("cos", None, persistent=False)
+        self.register_buffer("sin", None, persistent=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the head's weight the embedding's (again) where the model ties them."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.token_embedding.weight
+
+    def hidden_states(self, input_ids: Tensor) -> Tensor:
+        """Final, normalised hidden states [B, T, hidden] of token ids [B, T]."""
+        T = input_ids.shape[1]
+        hidden = self.token_embedding(input_ids)  # [B, T, hidden]
+        if self.position_embedding is not None:
+            hidden = hidden + self.position_embedding.weight[:T]
+        cos = self.cos[:T] if self.cos is not None else None
+        sin = self.sin[:T] if self.sin is not None else None
+        for block in self.blocks:
+            hidden = block(hidden, cos, sin)
+        return self.final_norm(hidden)
+
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """Scores of the next token, [B, T, V], in the parameters' dtype."""
+        return self.lm_head(self.hidden_states(input_ids))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Mean cross-entropy of labels [B, T] (already shifted: labels[t] follows input_ids[t]), float32 scalar."""
+        hidden = self.hidden_states(input_ids)
+        return self.loss(hidden.flatten(0, 1), self.lm_head.weight, labels.flatten())
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, max_new_tokens: int, generator: torch.Generator | None = None) -> Tensor:
+        """Sample `max_new_tokens` tokens after the prompts [B, T]; returns prompts and samples, [B, T + new].
+
+        No cache: each token is a forward pass over one window of constant length (so that a compiled model keeps its
+        shapes), padded on the right, where a causal model does not look.
+        """
+        B, T = input_ids.shape
+        total = T + max_new_tokens
+        window = min(total, self.context)
+        tokens = torch.zeros(B, total, dtype=torch.int64, device=input_ids.device)
+        tokens[:, :T] = input_ids
+        for position in range(T, total):
+            start = max(0, position - window)
+            hidden = self.hidden_states(tokens[:, start : start + window])
+            probabilities = self.lm_head(hidden[:, position - 1 - start]).float().softmax(dim=-1)  # [B, V]
+            tokens[:, position] = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+        return tokens
+
+    def initial_parameters(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Name and initial value (float32, whole) of each parameter, drawn on `device`.
+
+        N(0, initializer_range); the projections onto the residual stream scaled by 1/sqrt(2 * layers) (GPT-2); norms
+        1, biases 0. Each tensor has a generator of its own, seeded from torch's seed and the tensor's name, so that
+        the values depend neither on the order of building nor on how the parameters are spread over processes.
+        """
+        residual_scale = (2 * self.config.num_hidden_layers) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                yield name, torch.full(parameter.shape, float(name.endswith("weight")), device=device)
+                continue
+            digest = hashlib.sha256(f"{torch.initial_seed()} {name}".encode()).digest()
+            generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            value = torch.randn(parameter.shape, generator=generator, device=device) * self.config.initializer_range
+            yield name, value * residual_scale if name.endswith(("output.weight", "down.weight")) else value
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Fill the parameters with their initial values and build the RoPE tables, on the device they are on."""
+        self.build_rope_tables()
+        parameters = dict(self.named_parameters())
+        for name, value in self.initial_parameters(self.token_embedding.weight.device):
+            parameters[name].copy_(value)
+
+    def build_rope_tables(self) -> None:
+        """(Re)compute the RoPE tables: float32 whatever the parameters are, shared by all blocks."""
+        if self.config.position == "rope":
+            device = self.token_embedding.weight.device
+            self.cos, self.sin = rope_tables(self.context, self.config.head_dim, self.config.rope_theta, device)
+
+
+def build_model(
+    config: RunConfig,
+    *,
+    device: torch.device | str,
+    attention: AttentionFunction | None = None,
+    loss: LossFunction | None = None,
+    dtype: torch.dtype | None = None,
+) -> Decoder:
+    """Build and initialise the decoder of a run on `device` ("meta": shapes alone, no memory, no values).
+
+    `dtype` is that of the parameters and of the computation; left out, the run's. Without `attention` or `loss` they
+    are resolved here; a run that records its choices resolves them itself and hands the functions in.
+    """
+    device = torch.device(device)
+    dtype = dtype or DTYPES[config.dtype]
+    model = config.model
+    if device.type == "meta":
+        attention, loss = attention or eager, loss or full_loss
+    if attention is None:
+        attention, _ = resolve_attention(
+            config.attention,
+            device=device,
+            dtype=dtype,
+            num_attention_heads=model.num_attention_heads,
+            num_key_value_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            seq_len=config.seq_len,
+            batch_size=config.micro_batch_size,
+        )
+    if loss is None:
+        loss, _ = resolve_loss(config.loss, device=device, vocab_size=model.vocab_size)
+    # RoPE has no longest position; learned positions have (RunConfig has checked seq_len against it)
+    longest = model.max_position_embeddings
+    context = longest if model.position == "learned" else max(config.seq_len, longest)
+    with torch.device("meta"):
+        decoder = Decoder(model, context, attention, loss).to(dtype)
+    if device.type != "meta":
+        decoder.to_empty(device=device)
+        decoder.tie_weights()  # to_empty makes two parameters of one
+        decoder.initialize()
+    else:
+        decoder.build_rope_tables()
+    return decoder
