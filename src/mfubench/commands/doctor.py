@@ -70,8 +70,8 @@ def examine_cards(problems: list[str]) -> list[dict[str, Any]]:
     if names and not torch.cuda.is_available():
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
         problems.append(
-            f"driver {driver} lists {len(names)} cards, but torch {torch.__version__}, built for {built_for}, cannot use "
-            "them: install the CUDA build (make setup), and update the driver if torch says that it is too old"
+            f"driver {driver} lists {len(names)} cards, but torch {torch.__version__}, built for {built_for}, "
+            "cannot use them: install the CUDA build (make setup), and update the driver if torch says that it is too old"
         )
     cards = []
     for index, name in enumerate(names):

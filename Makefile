@@ -1,0 +1,67 @@
+# make run    set up .venv, run the default study, say where the report is
+# make test   set up .venv, pass the tests
+# make check  lint, types and the fast tests, in two minutes
+# make help   all targets
+
+PYTHON ?= python3
+VENV   ?= .venv
+CORES  ?= all
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+export PATH := $(abspath $(BIN)):$(PATH)
+
+.PHONY: run test check lint format typecheck setup flash-attn lock clean help
+
+run: setup  ## run the default study on this machine
+	snakemake --cores $(CORES)
+
+test: setup lint  ## lint and all tests that this machine can run
+	pytest -q
+
+check: setup lint typecheck  ## lint, types, fast tests
+	pytest -q -m "not slow and not registry"
+
+lint: setup
+	ruff check .
+	ruff format --check .
+	snakefmt --check Snakefile rules workflow/Snakefile
+	snakemake --lint
+
+typecheck: setup
+	mypy
+
+format: setup  ## format Python and Snakemake code
+	ruff check --fix .
+	ruff format .
+	snakefmt Snakefile rules workflow/Snakefile
+
+setup: $(STAMP)  ## create .venv from the lock file
+
+$(STAMP): requirements.lock requirements-gpu.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else \
+	  f"Python {v[0]}.{v[1]} will not do: 3.11 to 3.13 is needed (make PYTHON=python3.12 …)")'
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "Python has no venv module here: apt-get install python3-venv"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing the locked packages into $(VENV) (a few minutes the first time)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	@if command -v nvidia-smi >/dev/null 2>&1; then \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-gpu.lock; fi
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $(STAMP)
+
+flash-attn: setup  ## build FlashAttention-2 against the installed torch (CUDA toolkit needed, tens of minutes)
+	@command -v nvcc >/dev/null 2>&1 || { echo "nvcc is not here: install the CUDA toolkit that torch was built for"; exit 1; }
+	$(BIN)/python -m pip install --no-build-isolation flash-attn==2.8.3
+
+lock:  ## make requirements.lock anew from pyproject.toml
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet ".[dev,slurm]"
+	@{ sed -n '/^#/p' requirements.lock; build/lock/bin/python -m pip freeze --exclude mfubench | sed 's/+cpu$$//'; \
+	  echo "setuptools==80.9.0"; } > build/requirements.lock && mv build/requirements.lock requirements.lock
+
+clean:  ## remove the environment and caches, not the results
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+help:
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14

@@ -1,0 +1,186 @@
+"""The study schema: what a YAML becomes, and that bad input is told in a sentence."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mfubench.config import ConfigError, RunConfig
+from mfubench.experiments import STAGES, expand, merge, nest, parse_overrides
+
+ROOT = Path(__file__).parents[1]
+DEFAULT = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
+STUDIES = sorted((ROOT / "config" / "studies").glob("*.yaml"))
+
+
+def small_study(**experiments):
+    return {**copy.deepcopy(DEFAULT), "experiments": experiments, "effects": []}
+
+
+def test_default_study_has_every_stage():
+    study = expand(DEFAULT, "config.yaml", 2)
+    assert {run.stage for run in study.runs.values()} | {name.split("/")[0] for name in study.searches} == set(STAGES)
+    assert study.skipped == {}
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
+@pytest.mark.parametrize("gpus", [1, 4, 8])
+def test_shipped_studies_expand_on_machines_of_several_sizes(path, gpus):
+    study = expand(yaml.safe_load(path.read_text()), str(path), gpus)
+    assert study.runs
+    assert all(run.world_size <= gpus for run in study.runs.values())
+    if gpus == 8:
+        assert study.skipped == {}
+
+
+def test_cases_differ_from_the_base_and_from_nothing_else():
+    study = expand(small_study(baseline={"cases": {"a": {"micro_batch_size": 2}, "b": {}}}), "f.yaml", 1)
+    assert study.runs["baseline/a"].micro_batch_size == 2
+    assert study.runs["baseline/b"].micro_batch_size == DEFAULT["base"]["micro_batch_size"]
+
+
+def test_a_ladder_inherits_the_step_before():
+    ladder = {
+        "tier1": {"compile": "block"},
+        "tier2": {"loader": {"kind": "dataloader"}},
+        "tier3": {"cuda_graphs": True},
+    }
+    study = expand(small_study(tiers={"ladder": ladder}), "f.yaml", 1)
+    tier3 = study.runs["tiers/tier3"]
+    assert (tier3.compile, tier3.loader.kind, tier3.cuda_graphs) == ("block", "dataloader", True)
+    assert not study.runs["tiers/tier2"].cuda_graphs
+
+
+def test_a_grid_is_a_product_and_names_its_points():
+    grid = {"2.1-plain": {"world_size": [1, 2], "loader.kind": ["memmap", "dataloader"], "dtype": "bfloat16"}}
+    study = expand(small_study(scaling={"grid": grid}), "f.yaml", 2)
+    assert set(study.runs) == {
+        f"scaling/2.1-plain-gpus{gpus}-loader.kind{kind}" for gpus in (1, 2) for kind in ("memmap", "dataloader")
+    }
+    run = study.runs["scaling/2.1-plain-gpus2-loader.kinddataloader"]
+    assert (run.world_size, run.loader.kind, run.dtype) == (2, "dataloader", "bfloat16")
+
+
+def test_repeats_are_runs_of_their_own():
+    study = expand(small_study(baseline={"cases": {"a": {}}, "repeats": 3}), "f.yaml", 1)
+    assert [study.runs[name].repeat for name in ("baseline/a", "baseline/a-repeat1", "baseline/a-repeat2")] == [0, 1, 2]
+
+
+def test_a_preset_is_overridden_key_by_key():
+    cases = {"a": {"model": {"num_hidden_layers": 2}}, "b": {"model": {"preset": "qwen3-tiny", "rope_theta": 5.0}}}
+    study = expand(small_study(baseline={"cases": cases}), "f.yaml", 1)
+    assert study.runs["baseline/a"].model.num_hidden_layers == 2
+    assert study.runs["baseline/a"].model.name == "llama2-tiny"
+    assert study.runs["baseline/b"].model.qk_norm
+    assert study.runs["baseline/b"].model.rope_theta == 5.0
+
+
+def test_a_run_travels_as_json_unchanged():
+    for run in expand(DEFAULT, "f.yaml", 2).runs.values():
+        assert RunConfig.model_validate_json(run.to_json()) == run
+        assert json.loads(run.to_json())["global_batch_size"] == run.global_batch_size
+
+
+def test_key_order_of_the_yaml_changes_nothing():
+    case = {"loader": {"kind": "dataloader", "num_workers": 2}, "micro_batch_size": 2}
+    turned = {"micro_batch_size": 2, "loader": {"num_workers": 2, "kind": "dataloader"}}
+    one, other = (
+        expand(small_study(baseline={"cases": {"a": values}}), "f.yaml", 1).runs["baseline/a"].to_json()
+        for values in (case, turned)
+    )
+    assert one == other
+
+
+def test_too_large_a_run_is_left_out_with_its_reason_or_stops():
+    values = small_study(scaling={"grid": {"2.1-plain": {"world_size": [1, 8]}}})
+    study = expand(values, "f.yaml", 4)
+    assert list(study.runs) == ["scaling/2.1-plain-gpus1"]
+    assert study.skipped == {"scaling/2.1-plain-gpus8": "needs 8 processes a node, this machine holds 4"}
+    values["machine"]["when_too_small"] = "stop"
+    with pytest.raises(ConfigError, match=r"2\.1-plain-gpus8: world_size 8 needs 8 processes"):
+        expand(values, "f.yaml", 4)
+
+
+BAD_INPUT = [
+    ({"bogus": 1}, r"f\.yaml.bogus: unknown key"),
+    ({"base": {**DEFAULT["base"], "micro_batchsize": 4}}, r"micro_batchsize: unknown key"),
+    ({"base": {**DEFAULT["base"], "micro_batch_size": 0}}, r"micro_batch_size: found 0; .*greater than or equal to 1"),
+    ({"base": {**DEFAULT["base"], "optimizer": {"learning_rate": "1e-3"}}}, r"found '1e-3'.*write 1\.0e-3"),
+    ({"base": {**DEFAULT["base"], "model": {"preset": "llama2-tiny", "hidden_size": 130}}}, "not divisible"),
+    ({"base": {**DEFAULT["base"], "model": "llama2-tinny"}}, r"did you mean 'llama2-tiny'"),
+    ({"base": {**DEFAULT["base"], "attention": "flash"}}, r"attention: found 'flash'; .*'sdpa'"),
+    ({"base": {**DEFAULT["base"], "dataset": "nowhere"}}, r"found 'nowhere'; datasets of this study: stdlib"),
+    ({"base": {**DEFAULT["base"], "world_size": 2, "parallelism": "none"}}, "world_size is 2"),
+    ({"base": {**DEFAULT["base"], "model": "gpt2-tiny", "seq_len": 512}}, r"seq_len 512 is above"),
+    ({"base": {**DEFAULT["base"], "global_batch_size": 7}}, "global_batch_size is derived"),
+    ({"experiments": {"smok": {}}}, r"experiments\.smok"),
+    ({"experiments": {"baseline": {"grid": {"a": {"world_size": 2}}}}}, "no key holds a list"),
+    ({"experiments": {"memory": {"search": {"a": {}}}}}, r"candidates: missing"),
+    ({"experiments": {"memory": {"search": {"a": {"candidates": [8, 4]}}}}}, "rising"),
+    ({"effects": [{"name": "x", "arm": "baseline/none", "control": "baseline/1.1-plain"}]}, "no case 'baseline/none'"),
+    ({"datasets": {"stdlib": {"source": "embedded", "tokenizer": "gone"}}}, r"datasets\.stdlib\.tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_INPUT, ids=[message for _, message in BAD_INPUT])
+def test_bad_input_is_told_with_file_key_and_way_out(change, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        expand({**copy.deepcopy(DEFAULT), **change}, "f.yaml", 2)
+    assert str(caught.value).startswith("f.yaml")
+
+
+def test_command_line_overrides_are_yaml():
+    assert parse_overrides(["loader.kind=memmap", "seed=3", "model.rope_theta=1.0e+4"]) == {
+        "loader": {"kind": "memmap"},
+        "seed": 3,
+        "model": {"rope_theta": 10000.0},
+    }
+    with pytest.raises(ConfigError, match="key=value"):
+        parse_overrides(["loader"])
+
+
+def test_nesting_and_merging():
+    assert nest({"a.b": 1, "a.c": 2}) == {"a": {"b": 1, "c": 2}}
+    assert merge({"a": {"b": 1}}, {"a.c": 2}) == {"a": {"b": 1, "c": 2}}
+    assert merge({"model": {"preset": "x", "k": 1}}, {"model": {"preset": "y"}}) == {"model": {"preset": "y"}}
+
+
+# --- no input ends in a traceback -------------------------------------------------------------------------------------
+
+scalars = st.none() | st.booleans() | st.integers(-3, 70_000) | st.floats() | st.text(max_size=8)
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def paths_of(value, prefix=()):
+    """Every key path of nested mappings and lists."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*prefix, key)
+        yield from paths_of(item, (*prefix, key))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(path=st.sampled_from(list(paths_of(DEFAULT))), value=anything, extra=st.booleans())
+def test_any_value_anywhere_gives_a_study_or_a_sentence(path, value, extra):
+    values = copy.deepcopy(DEFAULT)
+    holder = values
+    for key in path[:-1]:
+        holder = holder[key]
+    if extra and isinstance(holder, dict):
+        holder[f"{path[-1]}x"] = value
+    else:
+        holder[path[-1]] = value
+    try:
+        study = expand(values, "f.yaml", 2)
+    except ConfigError as error:
+        assert str(error).startswith("f.yaml")
+    else:
+        assert all(RunConfig.model_validate_json(run.to_json()) == run for run in study.runs.values())
