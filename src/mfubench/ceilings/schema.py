@@ -1,0 +1,140 @@
+"""ceilings.json: what the machine at hand can do, measured hot. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mfubench.config import ConfigError
+
+SCHEMA_VERSION = 1
+
+Product = Literal["forward", "input_gradient", "weight_gradient"]
+Arithmetic = Literal["bf16", "fp16", "tf32", "fp32", "fp8"]
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class MatmulRate(Record):
+    """One product [m, k] @ [k, n], repeated for seconds after a preheat; inputs are random normal numbers."""
+
+    model: str | None  # None: the large square matmul
+    name: str  # qkv, attention_output, mlp_up, mlp_down, lm_head, or large
+    product: Product
+    arithmetic: Arithmetic
+    m: int
+    k: int
+    n: int
+    calls_per_step: int  # of this product in one micro-step of the model; 1 for the large one
+    tflops: float  # sustained: all FLOPs over all time
+    tflops_quartiles: tuple[float, float, float]  # over the timed chunks
+    seconds: float
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of one call."""
+        return 2.0 * self.m * self.k * self.n
+
+
+class AttentionRate(Record):
+    """Causal attention of one model by one backend; FLOPs are the causal half, backward 2.5 times forward."""
+
+    model: str
+    backend: str
+    dtype: str
+    batch_size: int
+    seq_len: int
+    query_heads: int
+    key_value_heads: int
+    head_dim: int
+    forward_tflops: float | None = None
+    forward_backward_tflops: float | None = None
+    reason: str | None = None  # why there is no rate
+
+
+class CopyRate(Record):
+    """Copy within the device's memory: bytes read plus bytes written over time."""
+
+    bytes: int
+    gb_s: float
+
+
+class CollectiveRate(Record):
+    """Bus bandwidth as nccl-tests defines it: comparable with the link, whatever the number of ranks."""
+
+    operation: Literal["all_reduce", "reduce_scatter"]
+    backend: Literal["nccl", "gloo"]
+    world_size: int
+    bytes: int  # of the whole buffer of one rank
+    time_s: float  # of one call, median, the slowest rank's
+    bus_gb_s: float
+
+
+class Ceilings(Record):
+    """The measured limits of one machine, with what they were measured under."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    measured_at: str  # ISO 8601, UTC
+    total_s: float
+    host: str
+    device: Literal["cuda", "cpu"]
+    device_name: str  # as the driver reports it; of a CPU its model name
+    device_uuid: str | None = None
+    threads: int  # torch intra-op threads; what a CPU's rates belong to
+    environment: dict[str, str | None]  # torch, cuda, cudnn, driver, python
+    variables: dict[str, str] = {}  # environment variables that change speed
+    seconds: float  # of hot time per kernel, as asked
+    matmuls: list[MatmulRate]
+    attention: list[AttentionRate] = []
+    copy_rate: CopyRate | None = None
+    collectives: list[CollectiveRate] = []
+    collectives_skipped: dict[str, str] = {}  # world size -> why it could not be measured
+    topology: str | None = None  # `nvidia-smi topo -m`
+    telemetry: dict[str, Any] | None = None  # clocks, power, temperature and throttling while measuring
+
+    def measured_dtypes(self) -> list[str]:
+        """Arithmetics with a large matmul: bf16, fp16, tf32, fp32."""
+        return sorted({rate.arithmetic for rate in self.matmuls if rate.model is None})
+
+    def large_matmul_tflops(self, arithmetic: str) -> float | None:
+        """Sustained rate of the large square matmul: the denominator of MAMFU, and a CPU's peak."""
+        rates = [rate.tflops for rate in self.matmuls if rate.model is None and rate.arithmetic == arithmetic]
+        return max(rates, default=None)
+
+    def fastest_matmul_tflops(self, arithmetic: str) -> float | None:
+        """The best sustained rate of any shape and product: what no training can beat."""
+        return max((rate.tflops for rate in self.matmuls if rate.arithmetic == arithmetic), default=None)
+
+    def model_matmul_tflops(self, model: str, arithmetic: str) -> float | None:
+        """All matmuls of a model's micro-step, forward and backward: FLOPs of all over time of all."""
+        rates = [rate for rate in self.matmuls if rate.model == model and rate.arithmetic == arithmetic]
+        if not rates:
+            return None
+        flops = sum(rate.flops * rate.calls_per_step for rate in rates)
+        seconds = sum(rate.flops * rate.calls_per_step / rate.tflops for rate in rates)
+        return flops / seconds
+
+    def attention_tflops(self, model: str, backend: str) -> tuple[float | None, float | None]:
+        """(forward, forward and backward) causal TFLOP/s of one backend; None where it does not run."""
+        for rate in self.attention:
+            if rate.model == model and rate.backend == backend:
+                return rate.forward_tflops, rate.forward_backward_tflops
+        return None, None
+
+
+def read_ceilings(path: Path | str) -> Ceilings:
+    """Read and validate ceilings.json. Raises ConfigError naming the file and what is wrong with it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    try:
+        return Ceilings.model_validate_json(text)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in fault["loc"])
+        raise ConfigError(f"{path}: holds no ceilings of this version: {where}: {fault['msg']}") from None
