@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from mfubench.code_digest import code_digest, file_digest
 from mfubench.config import ConfigError
-from mfubench.experiments import expand
+from mfubench.experiments import expand_study, resolve_extends
 from mfubench.lease import visible_cards
 
 # Snakemake strips an inherited PYTHONPATH from conda jobs.
@@ -40,7 +40,8 @@ def processes_per_node():
 
 CONFIG_FILE = os.path.relpath(workflow.configfiles[-1]) if workflow.configfiles else "config/config.yaml"
 try:
-    STUDY = expand(config, CONFIG_FILE, processes_per_node())
+    config = resolve_extends(config, ROOT / "config" / "studies", CONFIG_FILE)
+    STUDY = expand_study(config, CONFIG_FILE, processes_per_node())
 except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
@@ -88,7 +89,7 @@ TRAINING_CODE = code_digest(
 )
 TOKENIZER_CODE = code_digest([SOURCE / "data" / name for name in ("config.py", "tokenizer.py", "corpus.py")])
 DATASET_CODE = TOKENIZER_CODE + code_digest([SOURCE / "data" / "prepare.py"])
-CEILINGS_CODE = code_digest([SOURCE / "ceilings.py", SOURCE / "model" / "attention.py"])
+CEILINGS_CODE = code_digest([SOURCE / "ceilings", SOURCE / "model" / "attention.py"])
 ANALYSIS_CODE = code_digest([SOURCE / "run_log.py", SOURCE / "flops.py", SOURCE / "hardware.py"])
 FACTS = file_digest(ROOT / "config" / "hardware.yaml")
 

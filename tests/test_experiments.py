@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mfubench.config import ConfigError, RunConfig
-from mfubench.experiments import STAGES, expand, merge, nest, parse_overrides
+from mfubench.experiments import STAGES, expand_study, merge, nest, parse_overrides, resolve_extends
 
 ROOT = Path(__file__).parents[1]
 DEFAULT = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
@@ -22,7 +22,7 @@ def small_study(**experiments):
 
 
 def test_default_study_has_every_stage():
-    study = expand(DEFAULT, "config.yaml", 2)
+    study = expand_study(DEFAULT, "config.yaml", 2)
     assert {run.stage for run in study.runs.values()} | {name.split("/")[0] for name in study.searches} == set(STAGES)
     assert study.skipped == {}
 
@@ -30,7 +30,8 @@ def test_default_study_has_every_stage():
 @pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
 @pytest.mark.parametrize("gpus", [1, 4, 8])
 def test_shipped_studies_expand_on_machines_of_several_sizes(path, gpus):
-    study = expand(yaml.safe_load(path.read_text()), str(path), gpus)
+    values = resolve_extends(yaml.safe_load(path.read_text()), path.parent, str(path))
+    study = expand_study(values, str(path), gpus)
     assert study.runs
     assert all(run.world_size <= gpus for run in study.runs.values())
     if gpus == 8:
@@ -38,7 +39,7 @@ def test_shipped_studies_expand_on_machines_of_several_sizes(path, gpus):
 
 
 def test_cases_differ_from_the_base_and_from_nothing_else():
-    study = expand(small_study(baseline={"cases": {"a": {"micro_batch_size": 2}, "b": {}}}), "f.yaml", 1)
+    study = expand_study(small_study(baseline={"cases": {"a": {"micro_batch_size": 2}, "b": {}}}), "f.yaml", 1)
     assert study.runs["baseline/a"].micro_batch_size == 2
     assert study.runs["baseline/b"].micro_batch_size == DEFAULT["base"]["micro_batch_size"]
 
@@ -49,7 +50,7 @@ def test_a_ladder_inherits_the_step_before():
         "tier2": {"loader": {"kind": "dataloader"}},
         "tier3": {"cuda_graphs": True},
     }
-    study = expand(small_study(tiers={"ladder": ladder}), "f.yaml", 1)
+    study = expand_study(small_study(tiers={"ladder": ladder}), "f.yaml", 1)
     tier3 = study.runs["tiers/tier3"]
     assert (tier3.compile, tier3.loader.kind, tier3.cuda_graphs) == ("block", "dataloader", True)
     assert not study.runs["tiers/tier2"].cuda_graphs
@@ -57,7 +58,7 @@ def test_a_ladder_inherits_the_step_before():
 
 def test_a_grid_is_a_product_and_names_its_points():
     grid = {"2.1-plain": {"world_size": [1, 2], "loader.kind": ["memmap", "dataloader"], "dtype": "bfloat16"}}
-    study = expand(small_study(scaling={"grid": grid}), "f.yaml", 2)
+    study = expand_study(small_study(scaling={"grid": grid}), "f.yaml", 2)
     assert set(study.runs) == {
         f"scaling/2.1-plain-gpus{gpus}-loader.kind{kind}" for gpus in (1, 2) for kind in ("memmap", "dataloader")
     }
@@ -66,13 +67,13 @@ def test_a_grid_is_a_product_and_names_its_points():
 
 
 def test_repeats_are_runs_of_their_own():
-    study = expand(small_study(baseline={"cases": {"a": {}}, "repeats": 3}), "f.yaml", 1)
+    study = expand_study(small_study(baseline={"cases": {"a": {}}, "repeats": 3}), "f.yaml", 1)
     assert [study.runs[name].repeat for name in ("baseline/a", "baseline/a-repeat1", "baseline/a-repeat2")] == [0, 1, 2]
 
 
 def test_a_preset_is_overridden_key_by_key():
     cases = {"a": {"model": {"num_hidden_layers": 2}}, "b": {"model": {"preset": "qwen3-tiny", "rope_theta": 5.0}}}
-    study = expand(small_study(baseline={"cases": cases}), "f.yaml", 1)
+    study = expand_study(small_study(baseline={"cases": cases}), "f.yaml", 1)
     assert study.runs["baseline/a"].model.num_hidden_layers == 2
     assert study.runs["baseline/a"].model.name == "llama2-tiny"
     assert study.runs["baseline/b"].model.qk_norm
@@ -80,7 +81,7 @@ def test_a_preset_is_overridden_key_by_key():
 
 
 def test_a_run_travels_as_json_unchanged():
-    for run in expand(DEFAULT, "f.yaml", 2).runs.values():
+    for run in expand_study(DEFAULT, "f.yaml", 2).runs.values():
         assert RunConfig.model_validate_json(run.to_json()) == run
         assert json.loads(run.to_json())["global_batch_size"] == run.global_batch_size
 
@@ -89,7 +90,7 @@ def test_key_order_of_the_yaml_changes_nothing():
     case = {"loader": {"kind": "dataloader", "num_workers": 2}, "micro_batch_size": 2}
     turned = {"micro_batch_size": 2, "loader": {"num_workers": 2, "kind": "dataloader"}}
     one, other = (
-        expand(small_study(baseline={"cases": {"a": values}}), "f.yaml", 1).runs["baseline/a"].to_json()
+        expand_study(small_study(baseline={"cases": {"a": values}}), "f.yaml", 1).runs["baseline/a"].to_json()
         for values in (case, turned)
     )
     assert one == other
@@ -97,12 +98,12 @@ def test_key_order_of_the_yaml_changes_nothing():
 
 def test_too_large_a_run_is_left_out_with_its_reason_or_stops():
     values = small_study(scaling={"grid": {"2.1-plain": {"world_size": [1, 8]}}})
-    study = expand(values, "f.yaml", 4)
+    study = expand_study(values, "f.yaml", 4)
     assert list(study.runs) == ["scaling/2.1-plain-gpus1"]
     assert study.skipped == {"scaling/2.1-plain-gpus8": "needs 8 processes a node, this machine holds 4"}
     values["machine"]["when_too_small"] = "stop"
     with pytest.raises(ConfigError, match=r"2\.1-plain-gpus8: world_size 8 needs 8 processes"):
-        expand(values, "f.yaml", 4)
+        expand_study(values, "f.yaml", 4)
 
 
 BAD_INPUT = [
@@ -129,7 +130,7 @@ BAD_INPUT = [
 @pytest.mark.parametrize(("change", "message"), BAD_INPUT, ids=[message for _, message in BAD_INPUT])
 def test_bad_input_is_told_with_file_key_and_way_out(change, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        expand({**copy.deepcopy(DEFAULT), **change}, "f.yaml", 2)
+        expand_study({**copy.deepcopy(DEFAULT), **change}, "f.yaml", 2)
     assert str(caught.value).startswith("f.yaml")
 
 
@@ -141,6 +142,21 @@ def test_command_line_overrides_are_yaml():
     }
     with pytest.raises(ConfigError, match="key=value"):
         parse_overrides(["loader"])
+
+
+def test_a_study_extends_another(tmp_path):
+    (tmp_path / "base.yaml").write_text("study: base\nbase: {seed: 1, seq_len: 8}\nexperiments: {smoke: {a: 1}}\n")
+    (tmp_path / "ring.yaml").write_text("extends: ring\n")
+    child = {"extends": "base", "study": "child", "base": {"seed": 2}, "experiments": {"smoke": None}}
+    assert resolve_extends(child, tmp_path, "f.yaml") == {
+        "study": "child",
+        "base": {"seed": 2, "seq_len": 8},
+        "experiments": {},
+    }
+    with pytest.raises(ConfigError, match=r"f\.yaml: extends: found 'bas'; studies in .*: base, ring"):
+        resolve_extends({"extends": "bas"}, tmp_path, "f.yaml")
+    with pytest.raises(ConfigError, match="circle"):
+        resolve_extends({"extends": "ring"}, tmp_path, "f.yaml")
 
 
 def test_nesting_and_merging():
@@ -179,7 +195,7 @@ def test_any_value_anywhere_gives_a_study_or_a_sentence(path, value, extra):
     else:
         holder[path[-1]] = value
     try:
-        study = expand(values, "f.yaml", 2)
+        study = expand_study(values, "f.yaml", 2)
     except ConfigError as error:
         assert str(error).startswith("f.yaml")
     else:

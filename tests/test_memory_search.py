@@ -6,11 +6,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mfubench.experiments import expand
+from mfubench.experiments import expand_study
 from mfubench.memory_search import find_limit, summarize
 
 DEFAULT_STUDY = Path(__file__).parents[1] / "config" / "config.yaml"
-SEARCH = next(iter(expand(yaml.safe_load(DEFAULT_STUDY.read_text()), "f.yaml", 2).searches.values()))
+SEARCH = next(iter(expand_study(yaml.safe_load(DEFAULT_STUDY.read_text()), "f.yaml", 2).searches.values()))
 
 
 def machine_that_holds(limit, calls=None):

@@ -174,6 +174,9 @@ class RunConfig(Strict):
     tf32: bool = Field(True, description="TF32 in float32 matmuls (CUDA); off means true float32")
     fp8: bool = Field(False, description="float8 matmuls in the blocks (torchao, Hopper and newer)")
     attention: Attention = "auto"
+    contrast_attention: Attention | None = Field(
+        None, description="skip this run where that backend ends in the same kernel as `attention`: no contrast"
+    )
     loss: Literal["auto", "full", "chunked", "fused"] = Field(
         "auto", description="full: all logits at once; chunked: never all; fused: liger-kernel (CUDA)"
     )

@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+import yaml
 from pydantic import Field
 
 from mfubench.config import ConfigError, MemorySearch, RunConfig, Strict, parse
@@ -77,6 +79,8 @@ class EffectConfig(Strict):
 
 
 class StudyConfig(Strict):
+    """A study file. `extends: NAME` (not part of the schema: resolved before) takes another one as its base."""
+
     study: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
     description: str = ""
     results_dir: str = "results"
@@ -133,7 +137,7 @@ class Study:
         )
 
 
-def expand(values: dict[str, Any], source: str, gpus_per_node: int) -> Study:
+def expand_study(values: dict[str, Any], source: str, gpus_per_node: int) -> Study:
     """Check a study's YAML and expand it into runs.
 
     values: the YAML as plain data; source: the file it came from, for messages; gpus_per_node: processes that one
@@ -167,6 +171,41 @@ def expand(values: dict[str, Any], source: str, gpus_per_node: int) -> Study:
     check_references(config, runs, searches, source)
     skipped = leave_out_too_large(config, runs, searches, source, gpus_per_node)
     return Study(config=config, runs=runs, searches=searches, skipped=skipped)
+
+
+def resolve_extends(values: dict[str, Any], folder: Path, source: str) -> dict[str, Any]:
+    """A study that names another in `extends` is that one, with its own keys merged over it.
+
+    folder: where studies are found as NAME.yaml. Raises ConfigError for an unknown name or a circle.
+    """
+    layers = [values]
+    seen: list[str] = []
+    while (name := layers[-1].get("extends")) is not None:
+        path = folder / f"{name}.yaml"
+        if not isinstance(name, str) or not path.is_file():
+            known = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
+            raise ConfigError(f"{source}: extends: found {name!r}; studies in {folder}: {known}")
+        if name in seen:
+            raise ConfigError(f"{source}: extends: {' -> '.join([*seen, name])} is a circle")
+        seen.append(name)
+        layers.append(yaml.safe_load(path.read_text(encoding="utf-8")))
+    merged: dict[str, Any] = {}
+    for layer in reversed(layers):
+        merged = merge_plain(merged, {key: value for key, value in layer.items() if key != "extends"})
+    return merged
+
+
+def merge_plain(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Nested mappings key by key; a null takes a key away; anything else is replaced."""
+    merged = dict(under)
+    for key, value in over.items():
+        if value is None and key in merged:
+            del merged[key]
+        elif isinstance(merged.get(key), dict) and isinstance(value, dict):
+            merged[key] = merge_plain(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
 
 
 def expand_stage(declared: StageConfig, where: str) -> list[tuple[str, Overrides, str]]:
@@ -310,8 +349,6 @@ def nest(overrides: Overrides) -> Overrides:
 
 def parse_overrides(pairs: list[str]) -> Overrides:
     """`key=value` words of a command line as overrides; values are YAML. Raises ConfigError on another form."""
-    import yaml
-
     overrides: Overrides = {}
     for pair in pairs:
         key, sign, text = pair.partition("=")
