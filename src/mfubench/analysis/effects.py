@@ -1,0 +1,141 @@
+"""What one setting is worth: the difference of two cases, its interval, and what else differs between them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mfubench.analysis.measures import Measures
+from mfubench.analysis.statistics import Difference, ProcessSpread, difference, process_spread
+from mfubench.analysis.study import Study, base_name
+from mfubench.run_log import RunLog
+
+Verdict = Literal["faster", "slower", "no difference", "no contrast", "not measured"]
+
+# What two repeats of one case may differ in. Everything else of a run may change its speed.
+OUTSIDE_SPEED = (
+    *("name", "repeat", "seed", "requires", "max_iters", "sample_tokens", "global_batch_size"),
+    *("evaluation", "checkpoint", "measurement", "optimizer"),
+)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One declared effect as measured: arm over control, in tokens/s/GPU."""
+
+    name: str
+    arm: str
+    control: str
+    expected: str | None
+    verdict: Verdict
+    difference: Difference | None
+    differs_in: dict[str, tuple[Any, Any]]  # setting -> (control's, arm's), as they ran
+    reason: str | None = None  # why it was not measured, or is no contrast
+
+    @property
+    def is_clean(self) -> bool:
+        """One setting differs: the effect has one cause."""
+        return len(self.differs_in) == 1
+
+
+def settings_that_ran(log: RunLog) -> dict[str, Any]:
+    """Everything that may change a run's speed, flat (`loader.kind`), with what ran in place of what was asked."""
+    settings = log.config.model_dump(mode="json", exclude=set(OUTSIDE_SPEED))
+    for key, choice in log.used.items():
+        settings[key] = {**settings[key], "kind": choice.used} if key == "loader" else choice.used
+    if settings["loader"]["kind"] == "memmap":  # which has neither workers nor prefetching
+        settings["loader"] = {"kind": "memmap"}
+    if settings["compile"] == "none":
+        for key in ("compile_mode", "compile_backend"):
+            settings.pop(key)
+    return flatten(settings)
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def differing_settings(control: RunLog, arm: RunLog) -> dict[str, tuple[Any, Any]]:
+    """Settings in which two runs really differ, as (control's, arm's).
+
+    A setting that has no meaning in one of them (the compile mode of a run that does not compile) is no difference of
+    its own.
+    """
+    left, right = settings_that_ran(control), settings_that_ran(arm)
+    return {key: (left[key], right[key]) for key in left if key in right and left[key] != right[key]}
+
+
+def spread_between_processes(measures: dict[str, Measures]) -> ProcessSpread | None:
+    """Spread of identical runs on this machine: repeats, and cases of other names that turn out the same."""
+    groups: dict[str, list[float]] = {}
+    for judged in measures.values():
+        if judged.log.status == "ok" and judged.tokens_per_s_per_gpu is not None and judged.log.config.stage != "smoke":
+            key = json.dumps(settings_that_ran(judged.log), sort_keys=True)
+            groups.setdefault(key, []).append(judged.tokens_per_s_per_gpu.median)
+    return process_spread(list(groups.values()))
+
+
+def judge_effects(study: Study, measures: dict[str, Measures]) -> list[Effect]:
+    """Every effect that the study declares, in its order."""
+    spread = spread_between_processes(measures)
+    return [
+        judge_effect(study, measures, effect.name, effect.arm, effect.control, effect.expected, spread)
+        for effect in study.declared.effects
+    ]
+
+
+def judge_effect(
+    study: Study,
+    measures: dict[str, Measures],
+    name: str,
+    arm: str,
+    control: str,
+    expected: str | None,
+    spread: ProcessSpread | None,
+) -> Effect:
+    arm_runs, control_runs = processes(measures, arm), processes(measures, control)
+    for side, runs in ((arm, arm_runs), (control, control_runs)):
+        if not runs:
+            return Effect(name, arm, control, expected, "not measured", None, {}, why_missing(study, side))
+    differs_in = differing_settings(control_runs[0].log, arm_runs[0].log)
+    if not differs_in:
+        reason = f"both arms ran the same settings{fallback_note(arm_runs[0].log)}"
+        return Effect(name, arm, control, expected, "no contrast", None, {}, reason)
+    measured = difference([run.rates for run in arm_runs], [run.rates for run in control_runs], spread)
+    if measured is None:
+        reason = "fewer than five measured steps in an arm"
+        return Effect(name, arm, control, expected, "not measured", None, differs_in, reason)
+    verdict: Verdict = "no difference"
+    if measured.is_difference:
+        verdict = "faster" if measured.change > 0 else "slower"
+    return Effect(name, arm, control, expected, verdict, measured, differs_in)
+
+
+def processes(measures: dict[str, Measures], name: str) -> list[Measures]:
+    """The runs of a case that ended well: itself and its repeats."""
+    base = base_name(name)
+    return [judged for key, judged in measures.items() if base_name(key) == base and judged.log.status == "ok"]
+
+
+def fallback_note(log: RunLog) -> str:
+    notes = [choice.reason for choice in log.used.values() if choice.used != choice.requested and choice.reason]
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def why_missing(study: Study, name: str) -> str:
+    """Why a case has no figures, in words."""
+    if name in study.declared.skipped:
+        return f"{name} was left out: {study.declared.skipped[name]}"
+    if name in study.failures:
+        return f"{name} failed: {study.failures[name].reason}"
+    if name in study.runs:
+        log = study.runs[name]
+        return f"{name} ended as {log.status}: {log.reason or 'no reason recorded'}"
+    return f"{name} has not been run"

@@ -1,0 +1,53 @@
+"""A study judged: everything that tables, figures and the report say, computed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mfubench.analysis.contradictions import Contradiction, contradictions
+from mfubench.analysis.effects import Effect, judge_effects, spread_between_processes
+from mfubench.analysis.expectations import Expectations, load_expectations
+from mfubench.analysis.expected import Comparison, compare_expectations
+from mfubench.analysis.measures import Measures, measure
+from mfubench.analysis.scaling import ScalingPoint, scaling_points
+from mfubench.analysis.statistics import ProcessSpread
+from mfubench.analysis.study import Study, load_study
+
+
+@dataclass(frozen=True)
+class Findings:
+    study: Study
+    measures: dict[str, Measures]  # "stage/case" -> the run, judged
+    spread: ProcessSpread | None
+    effects: list[Effect]
+    scaling: list[ScalingPoint]
+    expectations: Expectations | None
+    comparisons: list[Comparison]
+    contradictions: list[Contradiction]
+
+    @classmethod
+    def of(cls, study_folder: Path | str, partial: bool = False) -> Findings:
+        """Read and judge a study. Raises ConfigError as `load_study` and `load_expectations` do."""
+        study = load_study(study_folder, partial=partial)
+        measures = {name: measure(log, study.ceilings) for name, log in study.runs.items()}
+        expectations = load_expectations(study.declared.expectations) if study.declared.expectations else None
+        return cls(
+            study=study,
+            measures=measures,
+            spread=spread_between_processes(measures),
+            effects=judge_effects(study, measures),
+            scaling=scaling_points(measures),
+            expectations=expectations,
+            comparisons=compare_expectations(study, measures, expectations) if expectations else [],
+            contradictions=contradictions(expectations) if expectations else [],
+        )
+
+    @property
+    def good(self) -> dict[str, Measures]:
+        """Runs that were measured: those with rates, whatever their stage."""
+        return {
+            name: judged
+            for name, judged in self.measures.items()
+            if judged.log.status == "ok" and judged.tokens_per_s_per_gpu is not None
+        }

@@ -1,0 +1,78 @@
+"""Scaling efficiency: what a GPU still does when there are more of them, with the same work for each (weak scaling)."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from mfubench.analysis.effects import settings_that_ran, spread_between_processes
+from mfubench.analysis.measures import Measures
+from mfubench.analysis.statistics import Interval, difference
+
+WORLD_SIZE_SUFFIX = re.compile(r"-gpus\d+$")
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """One world size of a series, against the series' smallest."""
+
+    series: str
+    case: str
+    world_size: int
+    tokens_per_s_per_gpu: float
+    tokens_per_s: float
+    efficiency: float  # rate per GPU over that of the smallest world size
+    interval: Interval | None  # 95 %, of the efficiency; None at the smallest
+    reference_world_size: int
+
+
+def scaling_points(measures: dict[str, Measures]) -> list[ScalingPoint]:
+    """Series of runs that differ in the world size alone, from all stages, where a scaling case is among them."""
+    spread = spread_between_processes(measures)
+    points = []
+    for series, members in series_of(measures).items():
+        smallest = min(members)
+        reference = members[smallest]
+        for world_size, runs in sorted(members.items()):
+            rates = [run.tokens_per_s_per_gpu.median for run in runs if run.tokens_per_s_per_gpu]
+            rate = sum(rates) / len(rates)
+            reference_rates = [run.tokens_per_s_per_gpu.median for run in reference if run.tokens_per_s_per_gpu]
+            efficiency = rate / (sum(reference_rates) / len(reference_rates))
+            interval = None
+            if world_size != smallest:
+                change = difference([run.rates for run in runs], [run.rates for run in reference], spread)
+                if change is not None:
+                    efficiency = 1 + change.change
+                    interval = Interval(1 + change.interval.low, 1 + change.interval.high)
+            case = next((run.log.name for run in runs if run.log.config.stage == "scaling"), runs[0].log.name)
+            points.append(
+                ScalingPoint(series, case, world_size, rate, rate * world_size, efficiency, interval, smallest)
+            )
+    return points
+
+
+def series_of(measures: dict[str, Measures]) -> dict[str, dict[int, list[Measures]]]:
+    """series -> world size -> runs. A series is named after its scaling cases."""
+    by_settings: dict[str, list[Measures]] = {}
+    for judged in measures.values():
+        if judged.log.status != "ok" or judged.tokens_per_s_per_gpu is None or judged.log.config.stage == "smoke":
+            continue
+        settings = settings_that_ran(judged.log)
+        settings.pop("world_size")
+        settings.pop("nnodes")
+        # alone, a process has nothing to do in parallel: `none` and `ddp` are then the same series
+        if settings["parallelism"] == "none":
+            settings["parallelism"] = "ddp"
+        by_settings.setdefault(json.dumps(settings, sort_keys=True), []).append(judged)
+
+    series: dict[str, dict[int, list[Measures]]] = {}
+    for runs in by_settings.values():
+        names = [WORLD_SIZE_SUFFIX.sub("", run.log.config.case) for run in runs if run.log.config.stage == "scaling"]
+        if not names:
+            continue
+        members: dict[int, list[Measures]] = {}
+        for run in runs:
+            members.setdefault(run.log.config.world_size, []).append(run)
+        series[names[0]] = members
+    return dict(sorted(series.items()))

@@ -1,0 +1,204 @@
+"""A study's results folder, read whole: run logs, memory searches, failures, the machine. Never of two machines."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from mfubench.ceilings import Ceilings, read_ceilings
+from mfubench.config import ConfigError, MemorySearch
+from mfubench.experiments import STAGES, EffectConfig
+from mfubench.run_log import Environment, RunLog, read_run_log
+
+REPEAT = re.compile(r"-repeat\d+$")
+
+
+class Results(BaseModel):
+    """A file of the results folder; keys of a later version are passed over."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class StudyFile(Results):
+    """study.json: what was to be measured."""
+
+    study: str
+    description: str = ""
+    models: list[str] = []
+    effects: list[EffectConfig] = []
+    expectations: str | None = None
+    price_per_gpu_hour: float | None = None
+    cases: dict[str, dict[str, Any]] = {}
+    searches: dict[str, dict[str, Any]] = {}
+    skipped: dict[str, str] = {}
+
+
+class Trial(Results):
+    """One micro-batch size tried in a process of its own."""
+
+    micro_batch_size: int
+    status: str
+    peak_memory_gib: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    reason: str | None = None
+
+
+class MemoryLimit(Results):
+    """memory/<case>.json: what a search for the largest micro-batch found."""
+
+    name: str
+    search: MemorySearch
+    memory_gib: float | None = None
+    trials: list[Trial]
+    largest: int | None = None
+    largest_comfortable: int | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A job that died: the record it left beside its log."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """Everything a study left behind. Cases are keyed "stage/case", in the order of the stages."""
+
+    folder: Path
+    declared: StudyFile
+    machine: dict[str, Any] | None  # machine.json
+    ceilings: Ceilings | None
+    runs: dict[str, RunLog] = field(default_factory=dict)
+    limits: dict[str, MemoryLimit] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.declared.study
+
+    @property
+    def environment(self) -> Environment | None:
+        """Of the run on the most cards: what the report calls the machine."""
+        logs = sorted(self.runs.values(), key=lambda log: log.config.world_size)
+        return logs[-1].environment if logs else None
+
+    def missing(self) -> list[str]:
+        """Cases that were declared and left neither a result nor a reason."""
+        known = self.runs.keys() | self.limits.keys() | self.failures.keys() | self.declared.skipped.keys()
+        return [name for name in [*self.declared.cases, *self.declared.searches] if name not in known]
+
+
+def base_name(name: str) -> str:
+    """`tiers/tier1-repeat2` is a repeat of `tiers/tier1`."""
+    return REPEAT.sub("", name)
+
+
+def load_study(folder: Path | str, partial: bool = False) -> Study:
+    """Read what exists under results/<study>.
+
+    partial: read the records of failed jobs too, and accept a study without a single run.
+    Raises ConfigError where the folder is none of a study's, a file is damaged, or runs are of two machines.
+    """
+    folder = Path(folder)
+    if not (folder / "study.json").exists():
+        raise ConfigError(f"{folder}: holds no study.json; give the results folder of a study, results/<study>")
+    study = Study(
+        folder=folder,
+        declared=read_as(StudyFile, folder / "study.json"),
+        machine=read_json(folder / "machine.json"),
+        ceilings=read_ceilings(folder / "ceilings.json") if (folder / "ceilings.json").exists() else None,
+        runs=dict(in_stage_order(read_runs(folder / "runs"))),
+        limits=dict(in_stage_order(read_limits(folder / "memory"))),
+        failures=dict(in_stage_order(read_failures(folder / "work"))) if partial else {},
+    )
+    if not study.runs and not partial:
+        raise ConfigError(
+            f"{folder}: holds no runs yet; run `snakemake --cores all`, or look at what there is with "
+            f"`mfubench report {folder} --partial`"
+        )
+    check_one_machine(study)
+    return study
+
+
+def read_runs(folder: Path) -> Iterator[tuple[str, RunLog]]:
+    for path in folder.glob("*/*.json"):
+        log = read_run_log(path)
+        name = f"{path.parent.name}/{path.stem}"
+        if log.name != name:
+            raise ConfigError(f"{path}: holds the run {log.name}; a run log's place is runs/<stage>/<case>.json")
+        yield name, log
+
+
+def read_limits(folder: Path) -> Iterator[tuple[str, MemoryLimit]]:
+    for path in folder.glob("*.json"):
+        limit = read_as(MemoryLimit, path)
+        yield limit.name, limit
+
+
+def read_failures(folder: Path) -> Iterator[tuple[str, Failure]]:
+    for path in folder.glob("*/*/failure.json"):
+        name = f"{path.parent.parent.name}/{path.parent.name}"
+        record = read_json(path) or {}
+        yield name, Failure(name, str(record.get("reason") or "no reason recorded"))
+
+
+def in_stage_order(items: Iterator[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Sorted as the workflow runs: by stage, then by name with numbers in numeric order (gpus2 before gpus10)."""
+
+    def key(item: tuple[str, Any]) -> tuple[int, list[Any]]:
+        stage, _, case = item[0].partition("/")
+        words = [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", case) if word]
+        return (STAGES.index(stage) if stage in STAGES else len(STAGES), words)
+
+    return sorted(items, key=key)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None where there is no such file."""
+    if not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: is no readable JSON ({error}); delete it and run the workflow again") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: holds {type(values).__name__}, not a JSON object")
+    return values
+
+
+def read_as(schema: type[Any], path: Path) -> Any:
+    try:
+        return schema.model_validate_json(json.dumps(read_json(path)))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in fault["loc"])
+        raise ConfigError(f"{path}: {where}: {fault['msg']}") from None
+
+
+def machine_of(environment: Environment) -> str:
+    """What makes two runs comparable, in words: cards and driver, or the CPU, and torch."""
+    if environment.device == "cuda":
+        cards = " and ".join(sorted({gpu.name for gpu in environment.gpus}))
+        return f"{cards}, driver {environment.driver}, torch {environment.torch}"
+    return f"{environment.cpu} ({environment.cpu_count} CPUs), torch {environment.torch}"
+
+
+def check_one_machine(study: Study) -> None:
+    """Tables never mix machines. Raises ConfigError naming both and a run of each."""
+    seen: dict[str, str] = {}
+    for name, log in study.runs.items():
+        seen.setdefault(machine_of(log.environment), name)
+    if len(seen) > 1:
+        (first, first_run), (second, second_run) = list(seen.items())[:2]
+        raise ConfigError(
+            f"{study.folder}: holds runs of two machines: {first_run} on {first}; {second_run} on {second}. "
+            "Keep one results folder per machine (results_dir), or measure the runs of one of them again"
+        )

@@ -1,0 +1,96 @@
+"""Numbers as people read them: unit, significant digits, ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mfubench.analysis.statistics import Interval, Quartiles
+
+GB_PER_GIB = 2**30 / 1e9
+
+
+def format_rate(tokens_per_s: float) -> str:
+    """73,400 or 1,240 or 87.3: three digits and no more than are known."""
+    if tokens_per_s >= 1000:
+        digits = 3 if tokens_per_s >= 100_000 else 2 if tokens_per_s >= 10_000 else 1
+        return f"{round(tokens_per_s, -digits if tokens_per_s < 100_000 else -2):,.0f}"
+    return f"{tokens_per_s:,.3g}"
+
+
+def format_percent(fraction: float | None, digits: int = 1) -> str:
+    return "–" if fraction is None else f"{100 * fraction:.{digits}f} %"
+
+
+def format_signed_percent(fraction: float, digits: int = 1) -> str:
+    """+3.2 %, −0.4 % with a true minus sign."""
+    return f"{100 * fraction:+.{digits}f} %".replace("-", "−")
+
+
+def format_interval(interval: Interval | None, digits: int = 1) -> str:
+    if interval is None:
+        return ""
+    return f"{format_signed_percent(interval.low, digits)[:-2]} … {format_signed_percent(interval.high, digits)}"
+
+
+def format_gib(gib: float | None) -> str:
+    if gib is None:
+        return "–"
+    return f"{gib:.1f} GiB" if gib >= 10 else f"{gib:.2f} GiB"
+
+
+def format_quartiles(values: Quartiles | None, show: Callable[[float], str]) -> str:
+    return "–" if values is None else f"{show(values.median)} ({show(values.q1)} – {show(values.q3)})"
+
+
+def format_seconds(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 120 else format_hours(seconds / 3600)
+
+
+def format_hours(hours: float) -> str:
+    """Minutes, hours, days or years, whichever reads best."""
+    if hours < 2:
+        return f"{60 * hours:.3g} min"
+    if hours < 72:
+        return f"{hours:.3g} h"
+    days = hours / 24
+    return f"{days:.3g} days" if days < 1000 else f"{days / 365.25:,.3g} years"
+
+
+def format_count(number: float) -> str:
+    """1.29B, 85B, 24.7M."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def format_range(values: tuple[float, float], show: Callable[[float], str], unit: str) -> str:
+    """45–55 %, or 50 % where both ends are the same."""
+    low, high = (show(value).replace("-", "−") for value in values)
+    joined = low if low == high else f"{low} to {high}" if low.startswith(("+", "−")) else f"{low}–{high}"
+    return f"{joined} {unit}".strip()
+
+
+def format_share(fraction: tuple[float, float]) -> str:
+    return format_range(fraction, lambda value: f"{100 * value:.3g}", "%")
+
+
+def format_quantity(quantity: str, values: tuple[float, float]) -> str:
+    """A range of an expectation in its unit."""
+    if quantity == "mfu":
+        return f"{format_share(values)} MFU"
+    if quantity == "tokens_per_s":
+        return format_range(values, lambda value: f"{value:,.0f}", "tokens/s")
+    if quantity == "memory_gb":
+        return format_range(values, lambda value: f"{value:.4g}", "GB")
+    if quantity == "hours":
+        return (
+            f"{format_hours(values[0])} to {format_hours(values[1])}"
+            if values[0] < values[1]
+            else format_hours(values[0])
+        )
+    if quantity == "parameters":
+        return format_range(values, lambda value: f"{value:,.0f}", "parameters")
+    return format_range(values, lambda value: f"{value:.4g}", "")
