@@ -1,0 +1,144 @@
+"""What is used beside what was asked for: every setting that may fall back, resolved before anything is built."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mfubench.config import RunConfig
+from mfubench.model import resolve_attention, resolve_loss
+from mfubench.model.decoder import DTYPES
+from mfubench.run_log import Choice
+from mfubench.train.process import Process
+
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The functions that were chosen, and the record of every choice under the names of `config.Fallible`."""
+
+    used: dict[str, Choice]
+    attention: Function
+    loss: Function
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.used["dtype"].used]
+
+    def is_on(self, switch: str) -> bool:
+        return self.used[switch].used == "true"
+
+    def missing(self, config: RunConfig) -> str | None:
+        """The required settings that are not to be had here, as a sentence; None where all are."""
+        lost = []
+        for name in config.requires:
+            choice = self.used[name]
+            if choice.requested not in ("auto", choice.used):
+                lost.append(f"{name}: {choice.requested} was asked for, {choice.used} is what there is ({choice.reason})")
+        return f"required, but not to be had here: {'; '.join(lost)}" if lost else None
+
+
+def resolve(config: RunConfig, process: Process) -> Resolved:
+    """Decide every fallible setting for this machine."""
+    model, device = config.model, process.device
+    dtype = resolve_dtype(config, device)
+    compiled = resolve_compile(config, device)
+    fp8 = resolve_fp8(config, device)
+    parallelism = resolve_parallelism(config)
+    attention, attention_choice = resolve_attention(
+        config.attention,
+        device=device,
+        dtype=DTYPES[dtype.used],
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_key_value_heads,
+        head_dim=model.head_dim,
+        seq_len=config.seq_len,
+        batch_size=config.micro_batch_size,
+    )
+    loss, loss_choice = resolve_loss(
+        config.loss,
+        device=device,
+        vocab_size=model.vocab_size,
+        compile_backend=config.compile_backend if compiled.used != "none" else None,
+    )
+    used = {
+        "attention": attention_choice,
+        "compile": compiled,
+        "cuda_graphs": resolve_cuda_graphs(config, device, parallelism.used),
+        "loader": Choice(requested=config.loader.kind, used=config.loader.kind),
+        "loss": loss_choice,
+        "parallelism": parallelism,
+        "dtype": dtype,
+        "tf32": resolve_tf32(config, device),
+        "fp8": fp8,
+    }
+    return Resolved(used=used, attention=attention, loss=loss)
+
+
+def switch(requested: bool, obstacle: str | None) -> Choice:
+    """A boolean setting: off with a reason where it was asked for and something stands in its way."""
+    used = requested and obstacle is None
+    return Choice(
+        requested=str(requested).lower(), used=str(used).lower(), reason=obstacle if requested and not used else None
+    )
+
+
+def resolve_dtype(config: RunConfig, device: torch.device) -> Choice:
+    wanted = config.dtype
+    if device.type == "cuda" and wanted == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(device)
+        return Choice(requested=wanted, used="float16", reason=f"{name} has no bfloat16 arithmetic")
+    return Choice(requested=wanted, used=wanted)
+
+
+def resolve_tf32(config: RunConfig, device: torch.device) -> Choice:
+    obstacle = None
+    if device.type != "cuda":
+        obstacle = "a CPU has no TF32"
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        obstacle = f"{torch.cuda.get_device_name(device)} has no TF32"
+    return switch(config.tf32, obstacle)
+
+
+def resolve_compile(config: RunConfig, device: torch.device) -> Choice:
+    wanted = config.compile
+    reason = None
+    if wanted != "none" and config.compile_backend == "inductor":
+        if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+            reason = "torch.compile on a CPU needs a C++ compiler (g++ or clang++), and none is on the PATH"
+        elif device.type == "cuda" and not torch.utils._triton.has_triton():
+            reason = "torch.compile on CUDA needs triton, which is not installed or knows no such card"
+    return Choice(requested=wanted, used="none" if reason else wanted, reason=reason)
+
+
+def resolve_cuda_graphs(config: RunConfig, device: torch.device, parallelism: str) -> Choice:
+    obstacle = None
+    if device.type != "cuda":
+        obstacle = "a CPU has no CUDA graphs"
+    elif parallelism == "fsdp":
+        obstacle = "fsdp allocates its gathered weights anew in each step; ddp and zero1 can be captured"
+    return switch(config.cuda_graphs, obstacle)
+
+
+def resolve_parallelism(config: RunConfig) -> Choice:
+    if config.world_size == 1 and config.parallelism != "none":
+        return Choice(requested=config.parallelism, used="none", reason="one process")
+    return Choice(requested=config.parallelism, used=config.parallelism)
+
+
+def resolve_fp8(config: RunConfig, device: torch.device) -> Choice:
+    obstacle = None
+    if config.fp8:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+            obstacle = "float8 matmuls need a CUDA device of compute capability 8.9 or newer"
+        else:
+            try:
+                import torchao.float8  # noqa: F401
+            except Exception as error:  # a wheel built for another torch fails with more than ImportError
+                obstacle = f"torchao.float8 cannot be imported ({error})"
+    return switch(config.fp8, obstacle)

@@ -1,0 +1,153 @@
+"""Honest time: marks on the device's own time line, and the records made from them.
+
+On CUDA a mark is an event: the device writes down when it passed, and nothing waits. A step lasts from the mark before
+it to the mark after it, with everything in between that is not a phase of its own (data, launches, idle gaps). At
+control points, every few seconds, the device is synchronised once and the steps since the last one are read out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+import torch
+from torch import Tensor
+
+from mfubench.config import RunConfig
+from mfubench.run_log import Phase, RankMemory, RunLog, Step
+from mfubench.train.process import Process
+
+Mark = float | torch.cuda.Event
+StepPhase = Literal["preheat", "compile", "warmup", "measured"]
+PhaseKind = Literal["setup", "evaluation", "checkpoint", "profile", "sample", "logging"]
+
+
+class Clock:
+    """Time as the device sees it: CUDA events, or the monotonic clock where the CPU computes."""
+
+    def __init__(self, on_cuda: bool):
+        self.on_cuda = on_cuda
+
+    def mark(self) -> Mark:
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def synchronize(self) -> None:
+        if self.on_cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, before: Mark, after: Mark) -> float:
+        """Time between two marks that the device has passed."""
+        if isinstance(before, torch.cuda.Event):
+            return before.elapsed_time(after) / 1000  # milliseconds
+        return after - before  # type: ignore[operator]
+
+
+@dataclass
+class PendingStep:
+    """A step that was launched and not read out yet."""
+
+    step: int
+    phase: StepPhase
+    values: Tensor  # [2] on the device: this rank's mean loss, the global gradient norm
+    before: Mark
+    after: Mark
+    data_time_s: float
+    learning_rate: float
+
+
+class Recorder:
+    """Turns launched steps into `Step` records of a run log, and times what happens between them."""
+
+    def __init__(self, log: RunLog, config: RunConfig, process: Process):
+        self.log, self.config, self.process = log, config, process
+        self.clock = Clock(process.on_cuda)
+        self.rank_times: list[float] = []  # of this rank, position by position as log.steps
+        self.pending: list[PendingStep] = []
+        self.last_mark: Mark = self.clock.mark()
+        self.tokens_here = 0  # trained on by this process's run, over all ranks
+
+    def begin(self) -> None:
+        """The next step starts now."""
+        self.last_mark = self.clock.mark()
+
+    def add(
+        self, step: int, phase: StepPhase, loss: Tensor, grad_norm: Tensor, data_time_s: float, learning_rate: float
+    ) -> None:
+        """Note a step that was just launched; its values stay on the device."""
+        values = torch.stack((loss, grad_norm))
+        after = self.clock.mark()
+        self.pending.append(PendingStep(step, phase, values, self.last_mark, after, data_time_s, learning_rate))
+        self.last_mark = after
+
+    def collect(self) -> list[Step]:
+        """Synchronise, and read out the steps since the last call. Collective: losses are averaged over the ranks."""
+        self.clock.synchronize()
+        if not self.pending:
+            return []
+        values = torch.stack([pending.values for pending in self.pending])  # [steps, 2]
+        losses = self.process.sum_(values[:, 0].contiguous()) / self.process.world_size
+        steps = []
+        for pending, loss, grad_norm in zip(self.pending, losses.tolist(), values[:, 1].tolist()):
+            seconds = self.clock.seconds(pending.before, pending.after)
+            self.rank_times.append(seconds)
+            steps.append(
+                Step(
+                    step=pending.step,
+                    phase=pending.phase,
+                    step_time_s=seconds,
+                    data_time_s=pending.data_time_s,
+                    tokens=self.config.tokens_per_step,
+                    loss=loss,
+                    learning_rate=pending.learning_rate,
+                    grad_norm=grad_norm,
+                )
+            )
+        self.log.steps.extend(steps)
+        self.tokens_here += len(steps) * self.config.tokens_per_step
+        self.pending.clear()
+        return steps
+
+    @contextmanager
+    def phase(self, kind: PhaseKind, after_step: int) -> Iterator[None]:
+        """Time something outside the steps, with the device idle before and after it."""
+        self.clock.synchronize()
+        t0 = time.perf_counter()
+        yield
+        self.clock.synchronize()
+        self.log.phases.append(Phase(kind=kind, after_step=after_step, time_s=time.perf_counter() - t0))
+        self.begin()
+
+
+def memory_of(process: Process) -> RankMemory:
+    """Peaks of this rank so far."""
+    peak_rss_gib = peak_rss_bytes() / 2**30
+    if not process.on_cuda:
+        return RankMemory(rank=process.rank, peak_rss_gib=peak_rss_gib)
+    statistics = torch.cuda.memory_stats(process.device)
+    return RankMemory(
+        rank=process.rank,
+        peak_allocated_gib=statistics["allocated_bytes.all.peak"] / 2**30,
+        peak_reserved_gib=statistics["reserved_bytes.all.peak"] / 2**30,
+        peak_rss_gib=peak_rss_gib,
+        allocator_retries=statistics["num_alloc_retries"],
+    )
+
+
+def peak_rss_bytes() -> int:
+    """Largest resident set of this process (Linux keeps it; elsewhere the current one stands in)."""
+    try:
+        with open("/proc/self/status", encoding="utf-8") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return psutil.Process().memory_info().rss

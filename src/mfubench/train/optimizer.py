@@ -1,0 +1,102 @@
+"""AdamW on the flat masters: clipping and loss scale are folded into its one pass over memory.
+
+The accumulated gradient is a multiple of the mean gradient: `engine.divisor` times (micro-batches and ranks are summed)
+the loss scale (float16). Instead of a pass that divides it and one that clips it, both factors are handed to the fused
+kernel as one device scalar. Nothing here waits for the device, so that a whole step can be captured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mfubench.config import OptimizerConfig
+from mfubench.train.parallel import Engine
+from mfubench.train.process import Process
+
+# Dynamic loss scale of float16 (torch.amp.GradScaler's defaults)
+FIRST_SCALE, GROWTH, BACKOFF, GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000
+
+
+def learning_rate_at(step: int, config: OptimizerConfig) -> float:
+    """Linear warm-up over warmup_iters, then cosine from learning_rate to min_learning_rate at lr_decay_iters."""
+    if step < config.warmup_iters:
+        return config.learning_rate * (step + 1) / config.warmup_iters
+    if step >= config.lr_decay_iters:
+        return config.min_learning_rate
+    progress = (step - config.warmup_iters) / max(1, config.lr_decay_iters - config.warmup_iters)
+    span = config.learning_rate - config.min_learning_rate
+    return config.min_learning_rate + span * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+class Optimizer:
+    """Masters' AdamW of one rank, the gradient norm over all ranks, and float16's loss scale."""
+
+    def __init__(self, engine: Engine, config: OptimizerConfig, *, process: Process, scale_loss: bool):
+        self.engine, self.config, self.process = engine, config, process
+        device = process.device
+        self.learning_rate = torch.zeros((), device=device)
+        self.clip = torch.ones((), device=device)  # factor of the last step's clipping: 1 = not clipped
+        self.scale = torch.full((), FIRST_SCALE if scale_loss else 1.0, device=device)
+        self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
+        self.scales_loss = scale_loss
+        groups = [
+            {"params": [piece.master for piece in engine.pieces if piece.decay], "weight_decay": config.weight_decay},
+            {"params": [piece.master for piece in engine.pieces if not piece.decay], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=self.learning_rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+        for piece in engine.pieces:  # at once, not at the first step: a checkpoint fills them, a graph captures them
+            self.adamw.state[piece.master] = {
+                "step": torch.zeros((), device=device),
+                "exp_avg": torch.zeros_like(piece.master),
+                "exp_avg_sq": torch.zeros_like(piece.master),
+            }
+
+    def state(self, kind: str) -> list[Tensor]:
+        """`kind` ("step", "exp_avg", "exp_avg_sq") of each piece, in the order of `engine.pieces`."""
+        return [self.adamw.state[piece.master][kind] for piece in self.engine.pieces]
+
+    def set_learning_rate(self, value: float) -> None:
+        self.learning_rate.fill_(value)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.scale if self.scales_loss else loss
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Clip by the global norm and update the masters. Returns the norm before clipping, a device scalar.
+
+        In float16 a gradient that is not finite skips the update and halves the scale.
+        """
+        gradients = self.engine.gradients()
+        divisor = self.scale * self.engine.divisor
+        grad_norm = self.global_norm(gradients) / divisor
+        if self.config.grad_clip > 0:
+            self.clip.copy_((self.config.grad_clip / (grad_norm + 1e-6)).clamp(max=1.0))
+        self.adamw.grad_scale = divisor / self.clip
+        self.adamw.found_inf = None
+        if self.scales_loss:
+            self.adamw.found_inf = (~grad_norm.isfinite()).float()
+        for piece, gradient in zip(self.engine.pieces, gradients):
+            piece.master.grad = gradient
+        self.adamw.step()
+        if self.scales_loss:
+            torch._amp_update_scale_(
+                self.scale, self.growth_tracker, self.adamw.found_inf, GROWTH, BACKOFF, GROWTH_INTERVAL
+            )
+        return grad_norm
+
+    def global_norm(self, gradients: list[Tensor]) -> Tensor:
+        """2-norm of the accumulated gradient over all parameters, wherever their pieces are."""
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.engine.sharded:
+            norm = self.process.sum_(norm.square()).sqrt()
+        return norm

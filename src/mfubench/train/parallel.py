@@ -1,0 +1,268 @@
+"""none, ddp and zero1: parameters, gradients and masters in flat buffers, reduced while the backward pass goes on.
+
+    compute   [total] run's dtype   the module's parameters are views of it
+    gradient  [total] float32       main gradient: the sum over micro-batches, and after the reduction over ranks
+    masters   float32               ddp: whole; zero1: this rank's piece of each bucket (float32 runs: compute itself)
+
+A bucket is a contiguous range of the buffers whose gradients are reduced together. Parameters stand in the order in
+which the backward pass finishes them, those with weight decay first, so that buckets fill one after the other: on the
+last micro-step a full bucket is sent off (ddp: all-reduce, zero1: reduce-scatter) while backward computes the next.
+Each bucket is padded so that it divides evenly between the ranks; zero1 keeps 1/world_size of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mfubench.train.process import Process
+
+ALIGNMENT = 128  # elements: every parameter starts at a multiple of 256 bytes of bfloat16, as a matmul likes best
+LARGEST_BUCKET = 25_000_000  # elements, 100 MB of float32: large enough for NCCL's full rate, small enough to overlap
+SMALLEST_SHARE = 8  # a model too small for such buckets is cut into about this many
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous piece of master weights that this rank's optimizer owns."""
+
+    master: Tensor  # float32
+    decay: bool  # weight decay applies
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + length) of a flattened parameter, which are elements of a piece."""
+
+    name: str
+    shape: torch.Size  # of the whole parameter
+    start: int
+    length: int
+    piece: int  # index into `pieces`
+    piece_start: int
+
+
+class Engine(Protocol):
+    """What the step function, the optimizer and the checkpoint need to know of a parallelism."""
+
+    pieces: list[Piece]
+    divisor: float  # the accumulated gradient is `divisor` times the mean over the global batch
+    sharded: bool  # pieces of the ranks are parts of a whole (zero1, fsdp), not copies of it (none, ddp)
+
+    def begin_micro_step(self, first: bool, last: bool) -> None: ...
+    def finish_backward(self) -> None: ...
+    def gradients(self) -> list[Tensor]: ...
+    def publish(self) -> None: ...
+
+
+@dataclass
+class Slot:
+    """Where one parameter lives in the flat buffers."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    numel: int
+
+
+@dataclass
+class Bucket:
+    start: int
+    decay: bool
+    slots: list[Slot] = field(default_factory=list)
+    end: int = 0
+    missing: int = 0  # parameters whose gradient is not there yet, in the last micro-step
+
+
+class FlatEngine:
+    """none, ddp (`shard=False`) and zero1 (`shard=True`)."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        initial: Iterable[tuple[str, Tensor]],
+        *,
+        process: Process,
+        gradient_accumulation_steps: int,
+        shard: bool,
+    ):
+        """Move the module's parameters into flat buffers; `initial` yields name and float32 value of each."""
+        self.process = process
+        self.sharded = shard
+        self.divisor = float(gradient_accumulation_steps * process.world_size)
+        self.buckets = plan_buckets(module, process.world_size)
+        self.slots = {slot.name: slot for bucket in self.buckets for slot in bucket.slots}
+        total = self.buckets[-1].end
+        dtype = next(module.parameters()).dtype
+        self.compute = torch.zeros(total, dtype=dtype, device=process.device)
+        self.gradient = torch.zeros(total, dtype=torch.float32, device=process.device)
+        if dtype == torch.float32:
+            self.masters = self.compute
+        else:
+            owned = total // process.world_size if shard else total
+            self.masters = torch.zeros(owned, dtype=torch.float32, device=process.device)
+        self.pieces = [Piece(self.master_of(bucket), bucket.decay) for bucket in self.buckets]
+        self.fill(initial)
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                self.adopt(slot, bucket)
+        self.first = self.last = True
+        self.sent = 0  # buckets whose reduction has begun
+        self.works: list[Any] = []
+
+    # --- layout -------------------------------------------------------------------------------------------------------
+
+    def owned_range(self, bucket: Bucket) -> tuple[int, int]:
+        """Start and end, in the flat buffers, of the part of a bucket whose masters this rank keeps."""
+        if not self.sharded:
+            return bucket.start, bucket.end
+        size = (bucket.end - bucket.start) // self.process.world_size
+        start = bucket.start + self.process.rank * size
+        return start, start + size
+
+    def master_of(self, bucket: Bucket) -> Tensor:
+        start, end = self.owned_range(bucket)
+        if self.masters is self.compute:
+            return self.masters[start:end]
+        offset = bucket.start // self.process.world_size if self.sharded else bucket.start
+        return self.masters[offset : offset + end - start]
+
+    @torch.no_grad()
+    def fill(self, initial: Iterable[tuple[str, Tensor]]) -> None:
+        """Set compute weights and masters from whole float32 parameters."""
+        fragments: dict[str, list[Fragment]] = {}
+        for fragment in self.fragments():
+            fragments.setdefault(fragment.name, []).append(fragment)
+        for name, value in initial:
+            slot, flat = self.slots[name], value.reshape(-1)
+            self.compute[slot.start : slot.start + slot.numel].copy_(flat)
+            for fragment in fragments.get(name, []):
+                master = self.pieces[fragment.piece].master
+                master[fragment.piece_start : fragment.piece_start + fragment.length].copy_(
+                    flat[fragment.start : fragment.start + fragment.length]
+                )
+
+    def adopt(self, slot: Slot, bucket: Bucket) -> None:
+        """Make a parameter a view of the compute buffer and catch its gradients."""
+        parameter = slot.parameter
+        end = slot.start + slot.numel
+        parameter.data = self.compute[slot.start : end].view(parameter.shape)
+        gradient = self.gradient[slot.start : end].view(parameter.shape)
+
+        def accumulate(parameter: Tensor) -> None:
+            """Add a micro-batch's gradient to the main gradient and free it. The first one overwrites: no zeroing."""
+            assert parameter.grad is not None
+            if self.first:
+                gradient.copy_(parameter.grad)
+            else:
+                gradient.add_(parameter.grad)
+            parameter.grad = None
+            if self.last:
+                self.count_down(bucket)
+
+        parameter.register_post_accumulate_grad_hook(accumulate)
+
+    def fragments(self) -> Iterator[Fragment]:
+        """The parts of parameters that this rank keeps the masters of."""
+        for index, bucket in enumerate(self.buckets):
+            owned_start, owned_end = self.owned_range(bucket)
+            for slot in bucket.slots:
+                start, end = max(slot.start, owned_start), min(slot.start + slot.numel, owned_end)
+                if start < end:
+                    shape = slot.parameter.shape
+                    yield Fragment(slot.name, shape, start - slot.start, end - start, index, start - owned_start)
+
+    # --- one step -----------------------------------------------------------------------------------------------------
+
+    def begin_micro_step(self, first: bool, last: bool) -> None:
+        self.first, self.last = first, last
+        if last:
+            self.sent = 0
+            for bucket in self.buckets:
+                bucket.missing = len(bucket.slots)
+
+    def count_down(self, bucket: Bucket) -> None:
+        """Note one more finished gradient; send off what is complete, always in the order of the buckets."""
+        bucket.missing -= 1
+        while self.sent < len(self.buckets) and self.buckets[self.sent].missing == 0:
+            if self.process.world_size > 1:
+                self.works.append(self.reduce(self.buckets[self.sent]))
+            self.sent += 1
+
+    def reduce(self, bucket: Bucket) -> Any:
+        """Begin summing a bucket's gradients over the ranks; NCCL does it on a stream of its own."""
+        whole = self.gradient[bucket.start : bucket.end]
+        if self.sharded and self.process.on_cuda:
+            start, end = self.owned_range(bucket)
+            return dist.reduce_scatter_tensor(self.gradient[start:end], whole, async_op=True)
+        return dist.all_reduce(whole, async_op=True)  # gloo knows no reduce-scatter in place
+
+    def finish_backward(self) -> None:
+        """Wait (on CUDA: make the stream wait) for the reductions."""
+        if self.sent != len(self.buckets):
+            idle = [slot.name for bucket in self.buckets for slot in bucket.slots if bucket.missing][:5]
+            raise RuntimeError(f"no gradient reached some parameter of these buckets: {', '.join(idle)}")
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+    def gradients(self) -> list[Tensor]:
+        """The main gradients of `pieces`, in the same order."""
+        ranges = [self.owned_range(bucket) for bucket in self.buckets]
+        return [self.gradient[start:end] for start, end in ranges]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Masters -> compute weights; zero1 gathers what the other ranks have updated."""
+        if self.masters is not self.compute and not self.sharded:
+            self.compute.copy_(self.masters)
+            return
+        works = []
+        for piece, bucket in zip(self.pieces, self.buckets):
+            start, end = self.owned_range(bucket)
+            if self.masters is not self.compute:
+                self.compute[start:end].copy_(piece.master)
+            if self.sharded:
+                works.append(gather_bucket(self.compute[bucket.start : bucket.end], self.compute[start:end]))
+        for work in works:
+            work.wait()
+
+
+def gather_bucket(whole: Tensor, own: Tensor) -> Any:
+    """Begin an all-gather of every rank's part of `whole`; `own` is this rank's part of it."""
+    if not own.is_cuda:
+        own = own.clone()  # gloo reads its input while it writes the output
+    return dist.all_gather_into_tensor(whole, own, async_op=True)
+
+
+def plan_buckets(module: nn.Module, world_size: int) -> list[Bucket]:
+    """Cut the module's parameters into buckets: weight-decayed first, each group in backward order."""
+    named = list(module.named_parameters())[::-1]  # a tied weight appears once, and is finished last
+    matrices = [(name, p) for name, p in named if p.dim() >= 2]
+    vectors = [(name, p) for name, p in named if p.dim() < 2]
+    largest = min(LARGEST_BUCKET, -(-sum(p.numel() for _, p in named) // SMALLEST_SHARE))
+    buckets: list[Bucket] = []
+    position = 0
+    for group, decay in ((matrices, True), (vectors, False)):
+        bucket = None
+        for name, parameter in group:
+            if bucket is None:
+                bucket = Bucket(position, decay)
+                buckets.append(bucket)
+            bucket.slots.append(Slot(name, parameter, position, parameter.numel()))
+            position = round_up(position + parameter.numel(), ALIGNMENT)
+            bucket.end = bucket.start + round_up(position - bucket.start, ALIGNMENT * world_size)
+            if bucket.end - bucket.start >= largest:
+                position, bucket = bucket.end, None
+        if bucket is not None:
+            position = bucket.end
+    return buckets
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

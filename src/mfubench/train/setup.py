@@ -1,0 +1,129 @@
+"""Build what a run trains: flags and seeds, the compile cache, the model under its parallelism, the data."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from mfubench.config import ConfigError, RunConfig
+from mfubench.data.reader import TokenDataset
+from mfubench.flops import flop_terms
+from mfubench.model import Decoder, build_model
+from mfubench.run_log import Dataset, Parameters, RunFlopTerms
+from mfubench.train.choices import Resolved
+from mfubench.train.parallel import Engine, FlatEngine
+from mfubench.train.process import Process
+
+
+def set_flags(config: RunConfig, resolved: Resolved, process: Process) -> None:
+    """Process-wide state that changes numbers or speed: matmul precision, seed, compile cache, memory cap."""
+    tf32 = resolved.is_on("tf32")
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.manual_seed(config.seed)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(inductor_cache(config, resolved))
+    if config.memory_cap_gib is not None:
+        cap_memory(config.memory_cap_gib, process)
+
+
+def inductor_cache(config: RunConfig, resolved: Resolved) -> Path:
+    """A compile cache folder for this combination of kernels.
+
+    torch keys its cached graphs by what it traces, and does not see which attention kernel or backend flag was set
+    when it compiled: with one folder for all, an ablation's second arm would run the kernels of its first.
+    """
+    root = Path(os.environ.get("MFUBENCH_CACHE") or Path.home() / ".cache" / "mfubench")
+    choices = {name: resolved.used[name].used for name in ("attention", "compile", "loss", "dtype", "tf32", "fp8")}
+    settings = (choices, config.compile_mode, config.compile_backend, config.activation_checkpointing, torch.__version__)
+    return root / "inductor" / hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+
+
+def cap_memory(gib: float, process: Process) -> None:
+    """Make allocations beyond `gib` fail: of the CUDA allocator, or of this process's data segment on a CPU."""
+    if process.on_cuda:
+        total = torch.cuda.get_device_properties(process.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), process.device)
+        return
+    data_size = psutil.Process().memory_info().data  # what Python and torch have taken before training
+    limit = data_size + int(gib * 2**30)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def build_engine(config: RunConfig, resolved: Resolved, process: Process) -> tuple[Decoder, Engine]:
+    """The model on its device under its parallelism, compiled as asked, with float32 masters of its parameters."""
+    model = build_model(
+        config, device=process.device, attention=resolved.attention, loss=resolved.loss, dtype=resolved.dtype
+    )
+    engine = FlatEngine(
+        model,
+        model.initial_parameters(process.device),
+        process=process,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        shard=resolved.used["parallelism"].used == "zero1",
+    )
+    compile_model(model, config, resolved)
+    return model, engine
+
+
+def compile_model(model: Decoder, config: RunConfig, resolved: Resolved) -> None:
+    """torch.compile the forward of each block or of the whole model, in place: module names stay as they are."""
+    modules: list[nn.Module] = []
+    if resolved.used["compile"].used == "block":
+        modules = list(model.blocks)
+    elif resolved.used["compile"].used == "model":
+        modules = [model]
+    options = {"mode": config.compile_mode} if config.compile_backend == "inductor" else {}
+    for module in modules:
+        module.forward = torch.compile(module.forward, backend=config.compile_backend, dynamic=False, **options)
+
+
+def count_parameters(model: Decoder, config: RunConfig) -> Parameters:
+    """Parameters of the module that runs; `matmul` leaves out tables that are looked up and vectors."""
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    multiplied = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)}
+    return Parameters(
+        total=sum(sizes.values()),
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        matmul=sum(multiplied.values()),
+    )
+
+
+def run_flop_terms(config: RunConfig) -> RunFlopTerms:
+    return RunFlopTerms(**asdict(flop_terms(config.model, config.seq_len)))
+
+
+def open_data(folder: Path, config: RunConfig) -> tuple[TokenDataset, TokenDataset | None, Dataset]:
+    """Training tokens, validation tokens where there are any, and their description.
+
+    Raises ConfigError where files are damaged, where the model has fewer rows than the data has ids, or where an
+    evaluation is asked for and there is nothing to evaluate on.
+    """
+    train = TokenDataset.open(folder, "train")
+    val = TokenDataset.open(folder, "val") if "val" in train.meta.splits else None
+    evaluates = config.evaluation.interval or config.evaluation.at_start or config.evaluation.at_end
+    if (evaluates or config.evaluation.only) and (val is None or val.num_tokens <= config.seq_len):
+        raise ConfigError(f"{folder}: evaluation is asked for, but val holds fewer than seq_len + 1 tokens")
+    if train.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"{folder}: tokens reach up to id {train.vocab_size - 1}, but the model has only vocab_size "
+            f"{config.model.vocab_size} rows; set model.vocab_size to at least {train.vocab_size}"
+        )
+    meta = train.meta
+    source = meta.source.get("name") or ", ".join(f"{key}={value}" for key, value in meta.source.items())
+    description = Dataset(
+        name=meta.name,
+        train_tokens=train.num_tokens,
+        val_tokens=val.num_tokens if val is not None else 0,
+        vocab_size=train.vocab_size,
+        token_dtype=meta.dtype,
+        tokenizer_sha256=meta.tokenizer.sha256,
+        source=str(source),
+    )
+    return train, val, description
