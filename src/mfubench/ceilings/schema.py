@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mfubench.config import ConfigError
 
-SCHEMA_VERSION = 1
-
 Product = Literal["forward", "input_gradient", "weight_gradient"]
 Arithmetic = Literal["bf16", "fp16", "tf32", "fp32", "fp8"]
 
@@ -77,7 +75,7 @@ class CollectiveRate(Record):
 class Ceilings(Record):
     """The measured limits of one machine, with what they were measured under."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     measured_at: str  # ISO 8601, UTC
     total_s: float
     host: str
