@@ -1,0 +1,103 @@
+"""Rerun only what is stale: each kind of change, from dry runs on real results."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from conftest import PARTS, Project
+
+pytestmark = pytest.mark.slow
+
+AGGREGATES = {"declare_study", "tabulate_runs", "write_report", "audit_study"}
+
+
+def rules_of(jobs):
+    return {job.split()[0] for job in jobs}
+
+
+def is_analysis(rule):
+    return rule in AGGREGATES or rule.startswith("plot_")
+
+
+def test_after_a_full_run_nothing_is_to_be_done(finished):
+    assert "Nothing to be done" in finished.snakemake("-n")
+
+
+def test_a_changed_value_reruns_its_run_and_the_aggregates(project):
+    project.edit("study.yaml", "large: {micro_batch_size: 4}", "large: {micro_batch_size: 3}")
+    jobs = project.stale()
+    measured = [job for job in jobs if not is_analysis(job.split()[0])]
+    assert measured == ["run_baseline results/minimal/runs/baseline/large.json"]
+    assert AGGREGATES <= rules_of(jobs)
+
+
+def test_one_call_after_a_change_leaves_nothing_stale(project):
+    project.edit("study.yaml", "large: {micro_batch_size: 4}", "large: {micro_batch_size: 3}")
+    project.snakemake()
+    assert "Nothing to be done" in project.snakemake("-n")
+
+
+def test_an_added_case_runs_alone_and_a_removed_one_leaves_the_tables(project):
+    project.edit("study.yaml", "large: {micro_batch_size: 4}", "large: {micro_batch_size: 4}, more: {micro_batch_size: 5}")
+    measured = [job for job in project.stale() if not is_analysis(job.split()[0])]
+    assert measured == ["run_baseline results/minimal/runs/baseline/more.json"]
+    project.edit("study.yaml", ", more: {micro_batch_size: 5}", "")
+    project.edit("study.yaml", "ablations: {cases: {eager: {attention: eager}}}", "ablations: {cases: {}}")
+    jobs = project.stale()
+    assert jobs and all(is_analysis(rule) for rule in rules_of(jobs))
+
+
+def test_a_changed_plot_reruns_the_plot(project):
+    project.edit("src/mfubench/analysis/figures/throughput.py", "import", "CHANGED = 1\nimport")
+    rules = rules_of(project.stale())
+    assert "plot_throughput" in rules
+    assert rules <= {"plot_throughput", "write_report", "audit_study"}
+
+
+@pytest.mark.parametrize("path", ["src/mfubench/flops.py", "src/mfubench/hardware.py", "config/hardware.yaml"])
+def test_changed_facts_and_formulas_rerun_the_analysis_and_no_training(project, path):
+    with (project.folder / path).open("a") as stream:
+        stream.write("\nCHANGED: {}\n" if path.endswith("yaml") else "\nCHANGED = 1\n")
+    rules = rules_of(project.stale())
+    assert {"tabulate_runs", "write_report", "audit_study"} <= rules
+    assert all(is_analysis(rule) for rule in rules)
+
+
+@pytest.mark.parametrize("path", ["model/decoder.py", "train/step.py", "config.py", "run_log.py"])
+def test_changed_training_code_reruns_the_trainings(project, path):
+    with (project.folder / "src" / "mfubench" / path).open("a") as stream:
+        stream.write("\nCHANGED = 1\n")
+    rules = rules_of(project.stale())
+    stages = ("smoke", "baseline", "scaling", "tiers", "ablations", "training")
+    assert {f"run_{stage}" for stage in stages} | {"search_memory"} <= rules
+    assert not rules & {"get_tokenizer", "prepare_dataset", "record_machine"}
+
+
+def test_comments_layout_and_touched_files_rerun_nothing(project):
+    for path in (project.folder / "src").rglob("*.py"):
+        path.write_text("# a comment\n\n\n" + path.read_text())
+    for path in (project.folder / "workflow").rglob("*.py"):
+        path.touch()
+    assert "Nothing to be done" in project.snakemake("-n")
+
+
+def test_a_fresh_clone_with_results_copied_in_reruns_nothing(finished, tmp_path):
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for part in (*PARTS, "study.yaml"):  # new files, new times
+        source = finished.folder / part
+        if source.is_dir():
+            shutil.copytree(source, clone / part, copy_function=shutil.copyfile)
+        elif source.exists():
+            shutil.copyfile(source, clone / part)
+    for part in ("results", "resources"):  # as `cp -a` or rsync -a bring them
+        shutil.copytree(finished.folder / part, clone / part, copy_function=shutil.copy2)
+    assert "Nothing to be done" in Project(Path(clone)).snakemake("-n")
+
+
+def test_a_new_generation_of_the_machine_marks_every_run_stale(project):
+    project.edit("study.yaml", "machine: {gpus: auto}", "machine: {gpus: auto, generation: 2}")
+    rules = rules_of(project.stale())
+    assert {"record_machine", "measure_ceilings", "run_baseline", "run_training", "search_memory"} <= rules
+    assert not rules & {"get_tokenizer", "prepare_dataset"}
