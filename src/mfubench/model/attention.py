@@ -78,7 +78,7 @@ class Shape:
             return torch.randn(B, T, heads, D, generator=generator, device=self.device).to(self.dtype)
 
         q, k, v = normal(H + 2 * KV).split((H, KV, KV), dim=2)
-        return *(x.detach().requires_grad_() for x in (q, k, v)), normal(H)  # type: ignore[return-value]
+        return *(x.detach().requires_grad_() for x in (q, k, v)), normal(H)
 
 
 def resolve_attention(

@@ -7,7 +7,7 @@ heads, all key heads, all value heads), gate and up another; import and export o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -175,6 +175,12 @@ class Decoder(nn.Module):
         parameters = dict(self.named_parameters())
         for name, value in self.initial_parameters(self.token_embedding.weight.device):
             parameters[name].copy_(value)
+
+    def load_parameters(self, values: Mapping[str, Tensor]) -> None:
+        """Copy in parameters by name, all of them; a tied head needs no entry of its own."""
+        if self.config.tie_word_embeddings:
+            values = {**values, "lm_head.weight": values["token_embedding.weight"]}
+        self.load_state_dict(values)
 
     def build_rope_tables(self) -> None:
         """(Re)compute the RoPE tables: float32 whatever the parameters are, shared by all blocks."""

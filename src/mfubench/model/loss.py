@@ -116,7 +116,7 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == torch.float32:
         total.addmm_(left, right)
     elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right
 
