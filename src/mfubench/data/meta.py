@@ -29,8 +29,8 @@ class TokenizerMeta(Strict):
     eos_token: str
     sha256: str = Field(description="of tokenizer.json as written here")
     vocabulary_sha256: str = Field(description="of tokens and ids, however a file spells them")
-    encoder: Literal["tiktoken", "tokenizers"]
-    encoder_reason: str | None = Field(None, description="why not tiktoken, where it is not")
+    encoder: Literal["tiktoken", "word-cache", "tokenizers"]
+    encoder_reason: str | None = Field(None, description="why it is not a faster one")
 
 
 class Shard(Strict):

@@ -1,0 +1,254 @@
+"""Text to token ids, as fast as the ids allow; no torch, no transformers (a worker imports this in 0.1 s).
+
+A document is ordinary text: a string in it that spells a special token is encoded as the characters it consists of,
+so that the end-of-document id occurs at the ends of documents and nowhere else. (In Hugging Face terms:
+`split_special_tokens=True, add_special_tokens=False`.)
+
+The reference is always what `tokenizers` makes of tokenizer.json. Two faster roads give the same ids, and are taken
+only where that is known: tiktoken for byte-level BPE, and a cache of words for BPE in SentencePiece's style.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tiktoken
+from tokenizers import Tokenizer, normalizers
+
+from mfubench.config import ConfigError
+from mfubench.data.meta import TokenizerMeta, read_meta
+
+# The split that `ByteLevel(use_regex=True)` stands for (Radford et al. 2019, encoder.py of the GPT-2 release).
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+# Many scripts, digits, runs of blanks, contractions, combining marks and emoji: two tokenizers that agree on these ids
+# have the same merges, splits and normalizer for all practical purposes.
+PROBE = (
+    "Hello, world! I'll've said: 'twas the DOG's 1234567 days\u2026 3.14159e-10\n\n\n\t  def f(x):\r\n    return x**2  \n"
+    "Äpfel, naïve cafe\u0301s; Ελληνικά, Привет мир, שלום, مرحبا, हिन्दी भाषा, 中文字符，日本語テキスト、한국어 문장 "
+    "\u1112\u1161\u11ab ½ ² Ⅷ ٣٤ 🦙🏳️‍🌈👩‍👩‍👧 \u00a0\u2009\u3000x\u200b ﬁ ǆ \U0001d54f 'S 'RE he'd HE'LL <|endoftext|> </s> ▁ ▁▁a"
+)
+WORD_CACHE_SIZE = 2**19  # words; about 150 MB
+LONGEST_CACHED_WORD = 64  # characters; longer ones hardly ever return
+
+
+class Encoder:
+    """Token ids of documents, without the end-of-document id."""
+
+    def __init__(
+        self, meta: TokenizerMeta, encode_batch: Callable[[Sequence[str]], list[np.ndarray]], reference: Tokenizer
+    ) -> None:
+        self.kind = meta.encoder
+        self.name = meta.name
+        self.sha256 = meta.sha256
+        self.eos_id = meta.eos_id
+        self.vocab_size = meta.vocab_size
+        self.encode_batch = encode_batch  # texts -> one array of ids (uint16 or uint32) for each
+        self._reference = reference
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of token ids, special tokens spelled out."""
+        return self._reference.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def load_encoder(folder: Path | str) -> Encoder:
+    """The encoder of a folder that `get_tokenizer` wrote; raises ConfigError where the folder is not what it was."""
+    folder = Path(folder)
+    meta = read_meta(TokenizerMeta, folder)
+    payload = (folder / "tokenizer.json").read_bytes()
+    if hashlib.sha256(payload).hexdigest() != meta.sha256:
+        raise ConfigError(f"{folder / 'tokenizer.json'}: changed since meta.json was written; get the tokenizer again")
+    spec = json.loads(payload)
+    if meta.encoder == "tiktoken":
+        encode_batch = tiktoken_encoder(spec)
+    elif meta.encoder == "word-cache":
+        encode_batch = word_cache_encoder(spec)
+    else:
+        encode_batch = tokenizers_encoder(spec)
+    return Encoder(meta, encode_batch, Tokenizer.from_buffer(payload))
+
+
+class NotApplicable(Exception):
+    """Why a fast road cannot give this tokenizer's ids."""
+
+
+# --- the reference ---------------------------------------------------------------------------------------------------
+
+
+def tokenizers_encoder(spec: dict[str, Any]) -> Callable[[Sequence[str]], list[np.ndarray]]:
+    """`tokenizers` itself, for text without special tokens. spec: the parsed tokenizer.json."""
+    tokenizer = Tokenizer.from_str(json.dumps(spec | {"added_tokens": [], "post_processor": None}))
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    return encode_batch
+
+
+# --- byte-level BPE through tiktoken ---------------------------------------------------------------------------------
+
+
+def tiktoken_encoder(spec: dict[str, Any]) -> Callable[[Sequence[str]], list[np.ndarray]]:
+    """The same ids from tiktoken; raises NotApplicable where that cannot be said from the specification."""
+    pattern = _split_pattern(spec["pre_tokenizer"])
+    normalize = _normalizer(spec["normalizer"])
+    ranks = _ranks(spec)
+    encoding = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|end|>": max(ranks.values()) + 1})
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        # disallowed_special=(): what spells a special token is text
+        return [encoding.encode_to_numpy(normalize(text), disallowed_special=()) for text in texts]
+
+    return encode_batch
+
+
+def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
+    match pre_tokenizer:
+        case {"type": "ByteLevel", "add_prefix_space": False, **options} if options.get("use_regex", True):
+            return GPT2_PATTERN
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        }:
+            return pattern
+    raise NotApplicable("its pre-tokenizer is not a split by one regular expression into bytes")
+
+
+def _normalizer(spec: dict[str, Any] | None) -> Callable[[str], str]:
+    if spec is None:
+        return lambda text: text
+    if spec != {"type": "NFC"}:
+        raise NotApplicable(f"its normalizer is {spec['type']}")
+    # Python's tables are newer than those of `tokenizers`. What is NFC by the newer ones is NFC by the older ones (a
+    # mark that they do not know yet only prevents reordering and composition), so the quick check may use Python's.
+    nfc = normalizers.NFC().normalize_str
+    return lambda text: text if text.isascii() or unicodedata.is_normalized("NFC", text) else nfc(text)
+
+
+def _ranks(spec: dict[str, Any]) -> dict[bytes, int]:
+    """Token bytes -> id, after making sure that lower ids merge first, which is tiktoken's rule."""
+    model = spec["model"]
+    if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
+        raise NotApplicable("its model is not a plain BPE")
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        raise NotApplicable("its tokens carry a prefix or suffix")
+    added = {token["content"] for token in spec["added_tokens"]}
+    to_byte = {character: byte for byte, character in byte_alphabet().items()}
+    try:
+        ranks = {
+            bytes(to_byte[character] for character in token): rank
+            for token, rank in model["vocab"].items()
+            if token not in added
+        }
+    except KeyError as error:
+        raise NotApplicable(f"its tokens are not spelled in the byte-level alphabet ({error})") from None
+    if any(bytes([byte]) not in ranks for byte in range(256)):
+        raise NotApplicable("a byte is missing from its vocabulary")
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    merged_ids = [model["vocab"][left + right] for left, right in merges]
+    if any(later < earlier for earlier, later in zip(merged_ids, merged_ids[1:])):
+        raise NotApplicable("its merges are not in the order of their ids")
+    return ranks
+
+
+def byte_alphabet() -> dict[int, str]:
+    """Byte -> the printable character that stands for it in byte-level vocabularies (GPT-2's bytes_to_unicode)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+
+
+# --- SentencePiece-style BPE through a cache of words ----------------------------------------------------------------
+
+
+def word_cache_encoder(spec: dict[str, Any]) -> Callable[[Sequence[str]], list[np.ndarray]]:
+    """LLaMA-2's ids, several times faster: encode each distinct word once.
+
+    Such a tokenizer runs its merges over a whole document in which ▁ stands for a blank. Cutting the document between
+    two characters changes nothing if no token of the vocabulary holds the two side by side, since any merge across the
+    cut would make such a token. In LLaMA-2's vocabulary no token has ▁ after another character, and none has a line
+    break beside another character: so runs of ▁ with what follows them, and runs of line breaks, are words that can be
+    encoded apart. Raises NotApplicable where the vocabulary does not have this property.
+    """
+    model = spec["model"]
+    prepend_then_replace = {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ],
+    }
+    if spec["normalizer"] != prepend_then_replace or spec["pre_tokenizer"] is not None:
+        raise NotApplicable("its normalizer is not the one of LLaMA-2")
+    if model["type"] != "BPE" or not model.get("byte_fallback") or model.get("ignore_merges") or model.get("dropout"):
+        raise NotApplicable("its model is not a BPE with byte fallback")
+    vocabulary: dict[str, int] = model["vocab"]
+    if any(f"<0x{byte:02X}>" not in vocabulary for byte in range(256)):
+        raise NotApplicable("a byte is missing from its vocabulary")
+    if any(re.search("[^▁]▁|\n.|.\n", token, re.DOTALL) for token in vocabulary):
+        raise NotApplicable("a token reaches over the boundary of a word")
+
+    bare = Tokenizer.from_str(json.dumps(spec | {"added_tokens": [], "post_processor": None, "normalizer": None}))
+    split = re.compile("▁+[^▁\n]*|\n|[^▁\n]+").findall
+    dtype = np.uint16 if max(vocabulary.values()) < 2**16 else np.uint32
+    cache: dict[str, tuple[int, ...]] = {}
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        documents = [split("▁" + text.replace(" ", "▁")) if text else [] for text in texts]
+        new = list(set(chain.from_iterable(documents)).difference(cache))
+        for word, encoding in zip(new, bare.encode_batch_fast(new, add_special_tokens=False)):
+            cache[word] = tuple(encoding.ids)
+        arrays = [
+            np.fromiter(chain.from_iterable(map(cache.__getitem__, words)), dtype=dtype) for words in documents
+        ]
+        if len(cache) > WORD_CACHE_SIZE:
+            cache.clear()
+        for word in new:
+            if len(word) > LONGEST_CACHED_WORD:
+                cache.pop(word, None)
+        return arrays
+
+    return encode_batch
+
+
+# --- choosing, and proving the choice --------------------------------------------------------------------------------
+
+
+def choose_encoder(spec: dict[str, Any], samples: Sequence[str]) -> tuple[Literal["tiktoken", "word-cache", "tokenizers"], str | None]:
+    """The fastest encoder whose ids equal the reference's on `samples`, and why it is not a faster one."""
+    reference = tokenizers_encoder(spec)(samples)
+    reasons = []
+    for kind, build in (("tiktoken", tiktoken_encoder), ("word-cache", word_cache_encoder)):
+        try:
+            ids = build(spec)(samples)
+        except NotApplicable as reason:
+            reasons.append(f"no {kind}: {reason}")
+            continue
+        if all(np.array_equal(a, b) for a, b in zip(ids, reference)):
+            return kind, "; ".join(reasons) or None  # type: ignore[return-value]
+        reasons.append(f"no {kind}: its ids differ from those of tokenizers on sample text")
+    return "tokenizers", "; ".join(reasons)
+
+
+def vocabulary_sha256(tokenizer: Tokenizer) -> str:
+    """Hash of the vocabulary without added tokens: the same for every spelling of one tokenizer in files."""
+    added = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    rows = sorted((i, token) for token, i in tokenizer.get_vocab(with_added_tokens=False).items() if token not in added)
+    return hashlib.sha256("".join(f"{i}\t{token}\n" for i, token in rows).encode()).hexdigest()
+
+
+def probe_sha256(spec: dict[str, Any]) -> str:
+    """Hash of the ids of PROBE: tells merges, splits and normalizer of two tokenizers apart."""
+    return hashlib.sha256(tokenizers_encoder(spec)([PROBE])[0].astype("<u4").tobytes()).hexdigest()
