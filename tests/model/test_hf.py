@@ -43,7 +43,7 @@ def test_equals_transformers(architecture: str, tmp_path: Path) -> None:
     their_parameters = dict(theirs.named_parameters())
     assert set(their_parameters) == set(ours)
     for name, parameter in their_parameters.items():
-        if "bias" in name and architecture == "gpt2" or architecture == "gpt2-untied-relu" and "bias" in name:
+        if name.endswith("bias") and architecture in ("gpt2", "gpt2-untied-relu"):
             continue  # there they exist, here they do not
         torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -160,7 +160,7 @@ def test_failed_export_leaves_nothing(tmp_path: Path) -> None:
     decoder = build(LLAMA)
     state = parameters_of(decoder)
     del state["final_norm.weight"]
-    with pytest.raises(ConfigError, match="lacks the parameter final_norm.weight"):
+    with pytest.raises(ConfigError, match="lacks the parameter final_norm"):
         export_hf(state, decoder.config, tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
 
