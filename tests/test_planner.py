@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from mfubench.commands.plan import app
 from mfubench.config import ConfigError, ModelConfig, parse
 from mfubench.flops import count_parameters, flop_terms, flops_per_token
-from mfubench.planner import LAWS, PlanConfig, effective_tokens, evaluate, find_law, price
+from mfubench.planner import LAWS, PlanConfig, effective_tokens, evaluate, find_law
+from mfubench.planner_machine import Machine, compute_in_hours, search_on_machine
 from mfubench.planner_search import build_model, search, shapes
 from mfubench.presets import load_model
 
@@ -214,13 +215,46 @@ def test_impossible_plans_say_why():
         parse(PlanConfig, {"compute": -1.0, "vocab_size": 100}, "plan")
 
 
-def test_price_is_arithmetic():
+# --- machine ---------------------------------------------------------------------------------------------------------
+
+
+def test_price_at_a_given_mfu_is_arithmetic():
     design = evaluate(load_model("llama2-1.36b"), 84.72e9, 2048, find_law("hoffmann"))
-    cost = price(design, gpu="B200", gpus=8, mfu=0.5, peak_tflops=2250, power_w=1000, price_per_gpu_hour=4.0)
-    assert cost.tokens_per_s == pytest.approx(8 * 2250e12 * 0.5 / 8.784175104e9, rel=1e-6)
-    assert cost.hours == pytest.approx(84.72e9 / cost.tokens_per_s / 3600)
-    assert cost.energy_kwh == pytest.approx(8 * cost.hours)
-    assert cost.money == pytest.approx(32 * cost.hours)
+    price = Machine("B200", gpus=8, mfu=0.5, price_per_gpu_hour=4.0).price(design)
+    assert price.tokens_per_s == pytest.approx(8 * 2250e12 * 0.5 / 8.784175104e9, rel=1e-6)
+    assert price.hours == pytest.approx(84.72e9 / price.tokens_per_s / 3600)
+    assert price.energy_kwh == pytest.approx(8 * price.hours * 1.0)
+    assert price.money == pytest.approx(32 * price.hours)
+    assert (price.mfu_source, price.error_fraction) == ("given", 0)
+
+
+def test_price_at_a_predicted_mfu_says_so():
+    design = evaluate(load_model("llama2-1.36b"), 84.72e9, 2048, find_law("hoffmann"))
+    price = Machine("B200").price(design)
+    assert "UNCALIBRATED" in price.mfu_source and price.error_fraction > 0.1
+    assert price.money is None
+
+
+def test_small_cards_get_small_models():
+    roomy = search_on_machine(plan(), Machine("B200"), count=1)[0]
+    tight = search_on_machine(plan(), Machine("NVIDIA GeForce RTX 4090", gpus=8), count=1)[0]
+    assert tight.parameters < 1.4e9 < roomy.parameters  # 18 bytes a parameter in 24 GB
+    assert tight.loss > roomy.loss
+    sharded = search_on_machine(plan(), Machine("NVIDIA GeForce RTX 4090", gpus=8, parallelism="fsdp"), count=1)[0]
+    assert sharded.parameters > tight.parameters
+
+
+def test_hours_become_compute():
+    machine = Machine("H100 SXM", gpus=8, mfu=0.5)
+    compute = compute_in_hours(plan(), machine, hours=100)
+    best = search_on_machine(plan(compute=compute), machine, count=1)[0]
+    assert machine.price(best).hours == pytest.approx(100, rel=0.01)
+
+
+@pytest.mark.parametrize("mfu", [0.0, 1.2, -0.3, math.nan])
+def test_impossible_mfu_is_refused(mfu):
+    with pytest.raises(ConfigError, match="mfu"):
+        Machine("B200", mfu=mfu)
 
 
 # --- command line ----------------------------------------------------------------------------------------------------
@@ -262,3 +296,21 @@ def test_command_cost():
     result = run_json("cost", "llama3-1.5b", "--tokens", "101.909e9")
     assert round(result["loss"], 5) == 2.33512
     assert result["cost_flops"]["6ND"] == pytest.approx(9.44e20, rel=1e-3)
+
+
+def test_command_search_prices_on_a_machine():
+    result = run_json("search", "--hours", "24", "--vocab-size", "128256", "--gpu", "B200", "--price-per-gpu-hour", "5")
+    for one in result["designs"]:
+        assert one["price"]["hours"] == pytest.approx(24, rel=0.1)
+        assert one["price"]["money"] == pytest.approx(5 * one["price"]["gpu_hours"])
+
+
+def test_command_search_wants_one_budget():
+    for arguments in ([], ["--compute", "1e20", "--hours", "3"], ["--hours", "3"]):
+        with pytest.raises(ConfigError, match="--hours"):
+            CliRunner().invoke(app, ["search", "--vocab-size", "32000", *arguments], catch_exceptions=False)
+
+
+def test_command_search_for_people():
+    result = CliRunner().invoke(app, ["search", "--compute", "1e20", "--vocab-size", "32000", "--gpu", "B200"])
+    assert "D/N" in result.output and "UNCALIBRATED" in result.output

@@ -53,22 +53,25 @@ def shapes(plan: PlanConfig, hidden_size: int) -> SimpleNamespace:
     narrowest = math.ceil(hidden_size * plan.mlp_ratio_min / multiple) * multiple
     intermediate_sizes = range(narrowest, 1 + math.floor(hidden_size * plan.mlp_ratio_max), multiple)
 
-    heads = [
-        (position, head_dim, hidden_size // head_dim // group)
-        for position, head_dim in enumerate(plan.head_dims)
-        for group in plan.query_groups
-        if hidden_size % (head_dim * group) == 0
-    ]
-    grid = np.array(
-        [(count, size, *head) for count in layers for size in intermediate_sizes for head in heads], dtype=np.int64
-    ).reshape(-1, 5)
-    num_hidden_layers, intermediate_size, preference, head_dim, num_key_value_heads = grid.T
+    # rows of (head size, key/value heads, position of the head size in the plan's order of preference)
+    heads = np.array(
+        [
+            (head_dim, hidden_size // head_dim // group, position)
+            for position, head_dim in enumerate(plan.head_dims)
+            for group in plan.query_groups
+            if hidden_size % (head_dim * group) == 0
+        ],
+        dtype=np.int64,
+    ).reshape(-1, 3)
+    axes = np.meshgrid(np.array(layers), np.array(intermediate_sizes), np.arange(len(heads)), indexing="ij")
+    num_hidden_layers, intermediate_size, head_row = (axis.ravel().astype(np.int64) for axis in axes)
+    head_dim, num_key_value_heads, preference = heads[head_row].T
     return SimpleNamespace(
         vocab_size=plan.vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_hidden_layers=num_hidden_layers,
-        num_attention_heads=hidden_size // np.maximum(head_dim, 1),
+        num_attention_heads=hidden_size // head_dim,
         num_key_value_heads=num_key_value_heads,
         head_dim=head_dim,
         max_position_embeddings=plan.seq_len,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -65,8 +67,9 @@ def cost(
 
 @app.command()
 def search(
-    compute: Annotated[float, typer.Option(help="Budget in FLOPs, counted by --convention.")],
     vocab_size: Annotated[int, typer.Option(help="Rows of the embedding.")],
+    compute: Annotated[float | None, typer.Option(help="Budget in FLOPs, counted by --convention.")] = None,
+    hours: Annotated[float | None, typer.Option(help="Budget in hours of the machine, instead of --compute.")] = None,
     seq_len: Annotated[int, typer.Option()] = 2048,
     law: Law = "hoffmann",
     convention: Annotated[Literal["palm", "matmul", "causal"], typer.Option(help="How FLOPs are counted.")] = "matmul",
@@ -79,16 +82,26 @@ def search(
     head_dim: Annotated[list[int] | None, typer.Option(help="Allowed head size (repeatable); first preferred.")] = None,
     query_groups: Annotated[list[int] | None, typer.Option(help="Query heads per kv head (repeatable).")] = None,
     tied: Annotated[bool, typer.Option("--tied", help="Embedding and head share one matrix.")] = False,
+    gpu: Annotated[str | None, typer.Option(help="Card to fit into memory and to price.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many cards.")] = 8,
+    mfu: Annotated[float | None, typer.Option(help="Fraction of the dense peak (palm); default: predicted.")] = None,
+    parallelism: Annotated[Literal["none", "ddp", "zero1", "fsdp"] | None, typer.Option(help="Default: ddp.")] = None,
+    price_per_gpu_hour: Annotated[float | None, typer.Option(help="In any currency.")] = None,
+    runs: Annotated[list[Path] | None, typer.Option(help="Run JSONs to calibrate the prediction on.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Designs to show.")] = 5,
     as_json: Json = False,
 ) -> None:
-    """Search the models of lowest predicted loss for a compute budget."""
-    from mfubench.config import parse
+    """Search the models of lowest predicted loss for a compute budget, or for hours of a machine."""
+    from mfubench.calibration import calibrate, observe, read_runs
+    from mfubench.config import ConfigError, parse
     from mfubench.planner import PlanConfig
+    from mfubench.planner_machine import Machine, compute_in_hours, search_on_machine
     from mfubench.planner_search import search as search_designs
 
+    if (compute is None) == (hours is None):
+        raise ConfigError("plan: give the budget either as --compute (FLOPs) or as --hours (with --gpu and --gpus)")
     settings: dict[str, Any] = {
-        "compute": compute,
+        "compute": 1e21 if compute is None else compute,
         "vocab_size": vocab_size,
         "seq_len": seq_len,
         "law": law,
@@ -101,25 +114,56 @@ def search(
         "layers": layers or (),
         "hidden_sizes": hidden_size or (),
     }
-    if head_dim:
-        settings["head_dims"] = head_dim
-    if query_groups:
-        settings["query_groups"] = query_groups
+    settings |= {"head_dims": head_dim} if head_dim else {}
+    settings |= {"query_groups": query_groups} if query_groups else {}
     plan = parse(PlanConfig, settings, "plan")
-    designs = search_designs(plan, count)
+
+    if gpu is None:
+        if hours is not None:
+            raise ConfigError("plan: --hours needs --gpu: whose hours are they?")
+        designs, prices = search_designs(plan, count), []
+    else:
+        calibration = {"calibration": calibrate(observe(read_runs(runs)))} if runs else {}
+        machine = Machine(gpu, gpus, mfu, price_per_gpu_hour, parallelism, **calibration)
+        if hours is not None:
+            plan = plan.model_copy(update={"compute": compute_in_hours(plan, machine, hours)})
+        designs = search_on_machine(plan, machine, count)
+        prices = [machine.price(design) for design in designs]
     if as_json:
-        typer.echo(json.dumps({"plan": plan.model_dump(mode="json"), "designs": [describe(one) for one in designs]}))
-        return
-    typer.echo(f"{compute:.3g} FLOPs ({convention}), vocabulary {vocab_size:,}, {law} law")
-    typer.echo(f"{'layers':>6} {'hidden':>6} {'heads/kv/dim':>13} {'mlp':>6} {'N':>8} {'D':>8} {'D/N':>6} {'loss':>8}")
-    for design in designs:
+        rows = [
+            describe(design) | ({"price": asdict(prices[position])} if prices else {})
+            for position, design in enumerate(designs)
+        ]
+        typer.echo(json.dumps({"plan": plan.model_dump(mode="json"), "designs": rows}))
+    else:
+        typer.echo(format_designs(plan, designs, prices))
+
+
+def format_designs(plan: Any, designs: list[Any], prices: list[Any]) -> str:
+    """Designs and what they take, for people."""
+    lines = [
+        f"{plan.compute:.3g} FLOPs ({plan.convention}), vocabulary {plan.vocab_size:,}, {plan.law} law",
+        f"{'layers':>6} {'hidden':>6} {'heads/kv/dim':>13} {'mlp':>6} {'N':>8} {'D':>8} {'D/N':>6} {'loss':>8}"
+        + (f" {'MFU':>6} {'hours':>7} {'MWh':>6} {'money':>9}" if prices else ""),
+    ]
+    for position, design in enumerate(designs):
         model = design.model
         heads = f"{model.num_attention_heads}/{model.num_key_value_heads}/{model.head_dim}"
-        typer.echo(
+        line = (
             f"{model.num_hidden_layers:>6} {model.hidden_size:>6} {heads:>13} {model.intermediate_size:>6} "
             f"{design.parameters / 1e9:>7.3f}B {design.tokens / 1e9:>7.1f}B {design.tokens_per_parameter:>6.1f} "
             f"{design.loss:>8.5f}"
         )
+        if prices:
+            price = prices[position]
+            money = "-" if price.money is None else f"{price.money:,.0f}"
+            line += f" {100 * price.mfu:>5.1f}% {price.hours:>7.1f} {price.energy_kwh / 1000:>6.2f} {money:>9}"
+        lines.append(line)
+    if prices:
+        first = prices[0]
+        error = f" Hours, MWh and money ± {100 * first.error_fraction:.0f} %." if first.error_fraction else ""
+        lines.append(f"{first.gpus} x {first.gpu}; MFU (palm, of the dense peak) {first.mfu_source}{error}")
+    return "\n".join(lines)
 
 
 def describe(design: Any) -> dict[str, Any]:

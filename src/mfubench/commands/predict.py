@@ -1,0 +1,101 @@
+"""`mfubench predict`: what a run would reach on cards that are not at hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+
+def predict(
+    model: Annotated[str, typer.Argument(help="A preset of config/models.yaml.")],
+    gpu: Annotated[str, typer.Option(help="Card, by a name of config/hardware.yaml: B200, H100 SXM, RTX A6000, …")],
+    gpus: Annotated[int, typer.Option(help="How many, one process each.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Machines they are spread over.")] = 1,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(help="Sequences per GPU; default: the largest that fits.")
+    ] = None,
+    gradient_accumulation_steps: Annotated[int, typer.Option(help="Micro-steps per GPU and step.")] = 8,
+    seq_len: Annotated[int, typer.Option()] = 2048,
+    parallelism: Annotated[Literal["none", "ddp", "zero1", "fsdp"] | None, typer.Option(help="Default: ddp.")] = None,
+    attention: Annotated[
+        Literal["auto", "fa4", "fa3", "fa2", "cudnn", "sdpa", "eager"], typer.Option(help="Attention kernel.")
+    ] = "auto",
+    compile_: Annotated[Literal["none", "block", "model"], typer.Option("--compile", help="torch.compile.")] = "model",
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "bfloat16",
+    activation_checkpointing: Annotated[Literal["none", "selective", "full"], typer.Option()] = "none",
+    cuda_graphs: Annotated[bool, typer.Option("--cuda-graphs")] = False,
+    runs: Annotated[list[Path] | None, typer.Option(help="Folder of run JSONs to calibrate on (repeatable).")] = None,
+    ceilings: Annotated[list[Path] | None, typer.Option(help="ceilings.json of a machine (repeatable).")] = None,
+    network_gb_s: Annotated[float | None, typer.Option(help="Between nodes, GB/s a card.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Predict step time, tokens/s, MFU and memory of a run, each with an error bar."""
+    from mfubench.calibration import calibrate, observe, read_runs
+    from mfubench.ceilings import read_ceilings
+    from mfubench.config import ConfigError
+    from mfubench.predict import plan_run
+    from mfubench.predict import predict as predict_run
+    from mfubench.presets import load_model
+
+    measured = [read_ceilings(path) for path in ceilings or []]
+    calibration = calibrate(observe(read_runs(runs), measured)) if runs else None
+    settings: dict[str, Any] = {
+        "nnodes": nodes,
+        "micro_batch_size": 1 if micro_batch_size is None else micro_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "seq_len": seq_len,
+        "attention": attention,
+        "compile": compile_,
+        "dtype": dtype,
+        "activation_checkpointing": activation_checkpointing,
+        "cuda_graphs": cuda_graphs,
+    }
+    if parallelism is not None:
+        settings["parallelism"] = parallelism
+    config = plan_run(load_model(model), gpus, **settings)
+
+    def run(config: Any) -> Any:
+        return predict_run(config, gpu, calibration=calibration, ceilings=measured, network_gb_s=network_gb_s)
+
+    prediction = run(config)
+    if micro_batch_size is None:
+        largest = prediction.largest_micro_batch_size
+        if largest == 0:
+            raise ConfigError(
+                f"{model} does not fit on {prediction.gpu}: {prediction.memory.total_gib:.1f} GiB of "
+                f"{prediction.memory_capacity_gib:.0f} with micro-batch 1. Try --parallelism zero1 or fsdp on more "
+                "GPUs, or --activation-checkpointing full"
+            )
+        prediction = run(config.model_copy(update={"micro_batch_size": largest}))
+    typer.echo(json.dumps(prediction.to_dict()) if as_json else describe(prediction))
+
+
+def describe(prediction: Any) -> str:
+    """A prediction for people."""
+    config, memory = prediction.config, prediction.memory
+    bar = prediction.error_fraction
+    lines = [
+        f"{config.model.name} on {config.world_size} x {prediction.gpu}: {config.parallelism}, {config.dtype}, "
+        f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}, T {config.seq_len}, "
+        f"attention {config.attention}, compile {config.compile}",
+        f"step      {1000 * prediction.step_time_s:,.0f} ms ± {100 * bar:.0f} %",
+        f"tokens/s  {prediction.tokens_per_s:,.0f} ± {bar * prediction.tokens_per_s:,.0f}"
+        f" ({prediction.tokens_per_s_per_gpu:,.0f} a GPU)",
+        "MFU       "
+        + ", ".join(f"{100 * value:.1f} % {name}" for name, value in prediction.mfu.items())
+        + f" (of {prediction.peak_tflops:g} TFLOP/s dense), each ± {100 * bar:.0f} % of itself",
+        f"memory    {memory.total_gib:.1f} of {prediction.memory_capacity_gib:.0f} GiB "
+        f"± {100 * prediction.memory_error_fraction:.0f} %: "
+        f"{'fits' if prediction.fits else 'DOES NOT FIT'}; largest micro-batch {prediction.largest_micro_batch_size}",
+        "time      "
+        + ", ".join(
+            f"{term} {100 * seconds / prediction.step_time_s:.1f} %"
+            for term, seconds in sorted(prediction.terms_s.items(), key=lambda item: -item[1])
+            if seconds > 0
+        ),
+        prediction.basis,
+    ]
+    return "\n".join(lines)

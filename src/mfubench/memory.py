@@ -1,0 +1,167 @@
+"""How much memory a run takes on one GPU, counted from its configuration: what fits, before anything is rented.
+
+Counted: the weights the module computes with, the optimizer's float32 masters and moments, gradients, what the forward
+pass keeps for the backward pass, and the logits. `MemoryFit` corrects the two parts that depend on compiler and
+allocator; `calibration` fits it to the peaks of real runs. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mfubench.config import ModelConfig, RunConfig
+from mfubench.flops import count_parameters
+
+GIB = 2**30
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+LOSS_CHUNK_BYTES = 2**30  # logits that `chunked` holds at once
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """Corrections to the count, and how far off it may be."""
+
+    activation_factor: float = 1.0  # what the compiler keeps beyond, or recomputes instead of, what is counted
+    reserve_gib: float = 1.5  # allocator blocks not handed out, workspaces of cuBLAS, cuDNN and NCCL
+    context_gib: float = 0.6  # CUDA context and kernels: on the card, outside the allocator
+    error_fraction: float = 0.10  # half-width of the 95 % interval of the total
+    source: str = "uncalibrated: counted from the configuration"
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """GiB of the fullest rank at its peak, by what holds them; arrays where a grid of models was counted."""
+
+    weights: float
+    masters: float
+    moments: float
+    gradients: float
+    activations: float
+    logits: float
+    reserve: float
+    context: float
+
+    @property
+    def allocated_gib(self) -> float:
+        """Tensors: what the CUDA allocator reports as its peak, but for workspaces."""
+        return self.weights + self.masters + self.moments + self.gradients + self.activations + self.logits
+
+    @property
+    def total_gib(self) -> float:
+        """What must fit on the card."""
+        return self.allocated_gib + self.reserve + self.context
+
+
+def estimate_memory(
+    config: RunConfig,
+    model: ModelConfig | None = None,
+    fit: MemoryFit = MemoryFit(),
+) -> MemoryEstimate:
+    """Peak memory of one rank. `model` replaces the config's; it may be a grid (`planner_search.shapes`)."""
+    model = model or config.model
+    tokens = config.micro_batch_size * config.seq_len
+    states = state_bytes(config, model)
+    activations = tokens * activation_bytes_per_token(config, model) * fit.activation_factor
+    return MemoryEstimate(
+        **{name: value / GIB for name, value in states.items()},
+        activations=activations / GIB,
+        logits=logit_bytes(config, model) / GIB,
+        reserve=fit.reserve_gib,
+        context=fit.context_gib,
+    )
+
+
+def state_bytes(config: RunConfig, model: ModelConfig) -> dict[str, Any]:
+    """Bytes that stay from step to step: weights, masters, moments, gradients.
+
+    bf16 and fp16: 2 a compute weight, 4 a master, 8 for Adam's two moments, and gradients accumulated in float32 beside
+    the 2 that a backward pass writes. float32: the weights are the masters and the gradients are accumulated in place.
+    zero1 divides masters and moments among the ranks, fsdp everything; fsdp moreover gathers the weights and holds the
+    full gradients of the block at hand and of the one prefetched.
+    """
+    counts = count_parameters(model)
+    element = ELEMENT_BYTES[config.dtype]
+    parameters = counts.total
+    share = 1 / config.world_size if config.parallelism in ("zero1", "fsdp") else 1.0
+    everything = 1 / config.world_size if config.parallelism == "fsdp" else 1.0
+    lower_precision = element < 4
+
+    gathered = 0
+    if config.parallelism == "fsdp" and config.world_size > 1:
+        block = (counts.attention + counts.mlp) / model.num_hidden_layers
+        gathered = 2 * np.maximum(block, counts.lm_head)
+    return {
+        "weights": element * (parameters * everything + gathered),
+        "masters": 4 * parameters * share if lower_precision else 0 * parameters,
+        "moments": 8 * parameters * share,
+        "gradients": (4 * parameters * everything) + element * gathered,
+    }
+
+
+def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
+    """What the blocks keep of one token between forward and backward, bytes.
+
+    A block keeps the inputs of its matmuls and of what is not linear: the residual stream before each norm and the
+    norm's output, q, k, v, the attention's output, gate, up and their product; without a compiler the activation's own
+    output as well. Attention kernels keep one float32 a head for the softmax, `eager` the probabilities. Selective
+    checkpointing keeps matmul and attention outputs only; full keeps a block's input and rebuilds one block at a time.
+    """
+    element = ELEMENT_BYTES[config.dtype]
+    hidden, intermediate = model.hidden_size, model.intermediate_size
+    q_width = model.num_attention_heads * model.head_dim
+    kv_width = model.num_key_value_heads * model.head_dim
+    gated = 2 if model.mlp == "swiglu" else 1
+
+    kept = 2 * hidden + (q_width + 2 * kv_width) + q_width + gated * intermediate
+    if model.qk_norm:
+        kept = kept + q_width + kv_width  # q and k before their norm
+    if config.activation_checkpointing != "selective":
+        kept = kept + 2 * hidden + intermediate  # what elementwise work could rebuild: norm outputs, product
+        if config.compile == "none" and model.mlp == "swiglu":
+            kept = kept + intermediate  # silu(gate)
+    block = element * kept + 4 * model.num_attention_heads
+    if config.attention == "eager":
+        block = block + (element + 4) * model.num_attention_heads * config.seq_len  # probabilities, float32 softmax
+
+    layers = model.num_hidden_layers
+    residual = element * hidden  # into the final norm
+    if config.activation_checkpointing == "full":
+        return layers * element * hidden + block + residual
+    return layers * block + residual
+
+
+def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
+    """Logits, their gradient and what else the loss holds, bytes.
+
+    full: logits and gradient of all tokens, without a compiler also as float32. chunked and fused: those of a chunk,
+    and the gradients of the head (summed in float32, then cast) and of the hidden states, made in the forward pass.
+    """
+    element = ELEMENT_BYTES[config.dtype]
+    tokens = config.micro_batch_size * config.seq_len
+    logits = tokens * model.vocab_size * element
+    copies = 2 if config.compile != "none" else 2 + 2 * 4 / element
+    if config.loss == "full":
+        return copies * logits
+    head = (4 + element) * model.vocab_size * model.hidden_size
+    return copies * np.minimum(logits, LOSS_CHUNK_BYTES) + head + element * tokens * model.hidden_size
+
+
+def largest_micro_batch(config: RunConfig, capacity_gib: float, fit: MemoryFit = MemoryFit()) -> int:
+    """The largest micro-batch that the count says will train in `capacity_gib`; 0 where not even one will."""
+
+    def total(micro_batch_size: int) -> float:
+        return estimate_memory(config.model_copy(update={"micro_batch_size": micro_batch_size}), fit=fit).total_gib
+
+    if total(1) > capacity_gib:
+        return 0
+    largest = 1
+    while total(2 * largest) <= capacity_gib:
+        largest *= 2
+    too_large = 2 * largest
+    while too_large - largest > 1:
+        middle = (largest + too_large) // 2
+        largest, too_large = (middle, too_large) if total(middle) <= capacity_gib else (largest, middle)
+    return largest

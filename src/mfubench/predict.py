@@ -1,0 +1,189 @@
+"""Predict a run on cards that are not at hand: step time, tokens/s, MFU and memory, each with an error bar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mfubench.calibration import Calibration, Observation, fit_factors, predicted_seconds, uncalibrated
+from mfubench.card_rates import card_rates
+from mfubench.ceilings import Ceilings
+from mfubench.config import ModelConfig, RunConfig, parse
+from mfubench.flops import CONVENTIONS, flop_terms, flops_per_token, mfu
+from mfubench.hardware import find_gpu
+from mfubench.memory import MemoryEstimate, estimate_memory, largest_micro_batch
+from mfubench.step_model import resolve_auto, step_terms
+
+ERROR_BAR = "half-width of the 95 % interval"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run will do on a card. Fractions of error are half-widths of 95 % intervals."""
+
+    gpu: str
+    config: RunConfig  # with `auto` replaced by what it is taken to mean
+    step_time_s: float
+    error_fraction: float  # of step time, tokens/s and MFU
+    tokens_per_s: float  # all cards
+    tokens_per_s_per_gpu: float
+    mfu: dict[str, float]  # by convention, of the dense peak
+    peak_tflops: float
+    terms_s: dict[str, float]  # corrected seconds a step by term; their sum is step_time_s
+    memory: MemoryEstimate
+    memory_error_fraction: float
+    memory_capacity_gib: float
+    largest_micro_batch_size: int
+    calibrated: bool
+    basis: str  # a sentence: what the numbers stand on
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total_gib <= self.memory_capacity_gib
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, units in the keys."""
+        return {
+            "gpu": self.gpu,
+            "config": self.config.model_dump(mode="json"),
+            "step_time_s": self.step_time_s,
+            "error_fraction": self.error_fraction,
+            "error_bar": ERROR_BAR,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "mfu": self.mfu,
+            "peak_tflops": self.peak_tflops,
+            "terms_s": self.terms_s,
+            "memory_gib": {**asdict(self.memory), "total": self.memory.total_gib},
+            "memory_error_fraction": self.memory_error_fraction,
+            "memory_capacity_gib": self.memory_capacity_gib,
+            "fits": self.fits,
+            "largest_micro_batch_size": self.largest_micro_batch_size,
+            "calibrated": self.calibrated,
+            "basis": self.basis,
+        }
+
+
+def plan_run(model: ModelConfig, gpus: int, **settings: Any) -> RunConfig:
+    """The RunConfig of a run that exists only on paper: bf16, compiled, ddp over `gpus`, `settings` on top."""
+    fields: dict[str, Any] = {
+        "name": "predict/run",
+        "model": model.model_dump(mode="json"),
+        "dataset": "none",
+        "max_iters": 1,
+        "seq_len": 2048,
+        "micro_batch_size": 8,
+        "world_size": gpus,
+        "parallelism": "none" if gpus == 1 else "ddp",
+        "compile": "model",
+        "device": "cuda",
+    }
+    return parse(RunConfig, {**fields, **settings}, "predict")
+
+
+def predict(
+    config: RunConfig,
+    gpu: str,
+    *,
+    calibration: Calibration | None = None,
+    ceilings: Sequence[Ceilings] = (),
+    network_gb_s: float | None = None,
+) -> Prediction:
+    """Predict one run on `gpu` (a name of config/hardware.yaml).
+
+    Raises ConfigError for a card without a row and for arithmetic that it does not have.
+    """
+    calibration = calibration or uncalibrated()
+    rates = card_rates(gpu, config, ceilings, network_gb_s)
+    config = resolve_auto(config, rates)
+    modelled = step_terms(config, rates)
+    terms = {term: calibration.factor(term) * seconds for term, seconds in modelled.items()}
+    step_s = sum(terms.values())
+    per_gpu = config.tokens_per_step / config.world_size / step_s
+    flops = flop_terms(config.model, config.seq_len)
+    key = find_gpu(gpu).key
+    return Prediction(
+        gpu=rates.gpu,
+        config=config,
+        step_time_s=step_s,
+        error_fraction=calibration.error_fraction(modelled, key),
+        tokens_per_s=per_gpu * config.world_size,
+        tokens_per_s_per_gpu=per_gpu,
+        mfu={name: mfu(per_gpu, flops_per_token(flops, name), rates.peak_tflops) for name in CONVENTIONS},
+        peak_tflops=rates.peak_tflops,
+        terms_s=terms,
+        memory=estimate_memory(config, fit=calibration.memory),
+        memory_error_fraction=calibration.memory.error_fraction,
+        memory_capacity_gib=rates.memory_gib,
+        largest_micro_batch_size=largest_micro_batch(config, rates.memory_gib, calibration.memory),
+        calibrated=bool(calibration.runs),
+        basis=explain_basis(calibration, key, rates.measured),
+    )
+
+
+def explain_basis(calibration: Calibration, gpu_key: str, measured: Sequence[str]) -> str:
+    """One or two sentences for people: what a prediction stands on."""
+    rates = f"measured ceilings ({', '.join(measured)})" if measured else "fractions of the datasheet"
+    if not calibration.runs:
+        return f"UNCALIBRATED: no measured run corrects it; rates are {rates}."
+    left_out = ", ".join(
+        f"{100 * error:.1f} % over {what} left out"
+        for what, error in (("runs", calibration.left_out_runs), ("models", calibration.left_out_models))
+        if error is not None
+    )
+    learnt = f"Calibrated on {len(calibration.runs)} runs on {', '.join(sorted(calibration.gpus))}"
+    away = "" if gpu_key in calibration.gpus else f"; {gpu_key} is another card, so the error bar is wider"
+    return f"{learnt} (error {left_out or 'not known from one run'}){away}; rates are {rates}."
+
+
+@dataclass(frozen=True)
+class Check:
+    """One measured run beside its prediction from runs that did not include it."""
+
+    observation: Observation
+    fitted: bool  # whether the run was among those fitted
+    predicted_step_s: float
+
+    @property
+    def error_fraction(self) -> float:
+        """Of tokens/s: predicted over measured, minus one."""
+        return self.observation.step_s / self.predicted_step_s - 1
+
+
+def check_predictions(
+    observations: Sequence[Observation], fit_model: str | None = None, fit_gpus: int | None = None
+) -> list[Check]:
+    """Predict every run from the runs of one model and number of GPUs; without either, from all runs but itself."""
+
+    def is_fitted(one: Observation) -> bool:
+        return fit_model in (None, one.config.model.name) and fit_gpus in (None, one.config.world_size)
+
+    leave_one_out = fit_model is None and fit_gpus is None
+    basis = [one for one in observations if is_fitted(one)]
+    checks = []
+    for position, one in enumerate(observations):
+        others = [*observations[:position], *observations[position + 1 :]] if leave_one_out else basis
+        factors = fit_factors(others)[0] if others else {}
+        checks.append(Check(one, is_fitted(one) and not leave_one_out, predicted_seconds(one, factors)))
+    return checks
+
+
+def format_checks(checks: Sequence[Check]) -> str:
+    """The table of predicted against measured, as Markdown."""
+    lines = [
+        "| run | card | model | GPUs | parallelism | micro-batch x accumulation | attention | measured tokens/s/GPU "
+        "| predicted | error | fitted |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for check in checks:
+        one = check.observation
+        config = one.config
+        tokens = config.tokens_per_step / config.world_size
+        lines.append(
+            f"| {one.name} | {one.gpu} | {config.model.name} | {config.world_size} | {config.parallelism} "
+            f"| {config.micro_batch_size} x {config.gradient_accumulation_steps} | {config.attention} "
+            f"| {tokens / one.step_s:,.0f} | {tokens / check.predicted_step_s:,.0f} "
+            f"| {100 * check.error_fraction:+.1f} % | {'yes' if check.fitted else 'no'} |"
+        )
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,253 @@
+"""The time of one training step on one GPU, term by term, from the configuration and what the card can do.
+
+A step is matmuls by shape, attention, elementwise work by bytes moved, the optimizer, communication that the backward
+pass does not hide, and launches. Each term is seconds from first principles; `calibration` learns one correction
+factor a term from measured runs. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from mfubench.card_rates import Rates, tile_share
+from mfubench.config import RunConfig
+from mfubench.flops import count_parameters
+from mfubench.memory import ELEMENT_BYTES, LOSS_CHUNK_BYTES
+
+LAST_BUCKET = 0.02  # share of a reduction whose bucket fills when the backward pass ends
+BACKWARD_OVERLAP = 0.9  # share of the backward pass that can hide communication: the first bucket fills late
+LARGE_VOCABULARY = 65_536  # from here on `loss: auto` never holds all logits
+GRADIENT_BYTES = 4  # gradients are accumulated and reduced in float32
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """[rows, inner] x [inner, columns], done `count` times a micro-step."""
+
+    rows: int
+    inner: int
+    columns: int
+    count: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.inner * self.columns
+
+    @property
+    def elements(self) -> float:
+        """Read and written once each."""
+        return float(self.rows * self.inner + self.inner * self.columns + self.rows * self.columns)
+
+
+def model_matmuls(config: RunConfig) -> dict[str, tuple[int, int, int]]:
+    """Merged projections of a model: name -> (inputs, outputs, how many)."""
+    m = config.model
+    q_width, kv_width = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+    gated = 2 if m.mlp == "swiglu" else 1
+    layers = m.num_hidden_layers
+    return {
+        "qkv": (m.hidden_size, q_width + 2 * kv_width, layers),
+        "o": (q_width, m.hidden_size, layers),
+        "up": (m.hidden_size, gated * m.intermediate_size, layers),
+        "down": (m.intermediate_size, m.hidden_size, layers),
+        "lm_head": (m.hidden_size, m.vocab_size, 1),
+    }
+
+
+def micro_step_matmuls(config: RunConfig) -> list[Matmul]:
+    """All matmuls of one micro-step: forward, gradient of the input, gradient of the weight, recomputation."""
+    tokens = config.micro_batch_size * config.seq_len
+    matmuls = []
+    for name, (inputs, outputs, count) in model_matmuls(config).items():
+        again = config.activation_checkpointing == "full" and name != "lm_head"
+        matmuls += [
+            Matmul(tokens, inputs, outputs, count * (2 if again else 1)),
+            Matmul(tokens, outputs, inputs, count),
+            Matmul(outputs, tokens, inputs, count),
+        ]
+    return matmuls
+
+
+def matmul_seconds(matmul: Matmul, rates: Rates, element_bytes: float) -> float:
+    """One matmul: arithmetic at the rate its tiles allow, plus its operands at memory speed.
+
+    The sum, not the larger of the two: with it, one rate and one bandwidth describe the measured rates of an H100 for
+    the shapes of a 1.3B model (630 to 774 TFLOP/s) within a few percent.
+    """
+    share = tile_share(matmul.rows, matmul.inner, matmul.columns, rates.multiprocessors)
+    arithmetic = matmul.flops / (rates.matmul_tflops * 1e12 * share)
+    return arithmetic + element_bytes * matmul.elements / (rates.operand_gb_s * 1e9)
+
+
+def attention_seconds(config: RunConfig, rates: Rates) -> float:
+    """Attention of one micro-step over all layers, forward and backward (and again forward when checkpointed)."""
+    m = config.model
+    scores = config.micro_batch_size * m.num_attention_heads * config.seq_len**2 / 2  # causal
+    forward = 4 * m.head_dim * scores  # q.k and p.v, a multiply and an add each
+    passes = 3.5 + (1.0 if config.activation_checkpointing == "full" else 0.0)  # backward: 5 matmuls to forward's 2
+    if config.attention == "eager":
+        passes *= 2  # no skipping of what the mask hides
+    flops = m.num_hidden_layers * passes * forward
+    slowdown = rates.attention_slowdown(config.seq_len, m.head_dim)
+    seconds = flops * slowdown / (rates.attention_tflops(config.attention) * 1e12)
+    if config.attention == "eager":
+        # float32 softmax over materialised scores: mask, softmax, cast forward; three passes backward
+        moved = 2 * scores * m.num_hidden_layers * 6 * (4 + ELEMENT_BYTES[config.dtype])
+        seconds += moved / (rates.bandwidth_gb_s * 1e9)
+    return seconds
+
+
+def elementwise_bytes(config: RunConfig) -> float:
+    """Bytes that norms, RoPE, activations, residuals, loss and gradient accumulation move in one micro-step.
+
+    Fused as a compiler fuses them: each quantity read once and written once where its matmul or attention needs it.
+    """
+    m = config.model
+    element = ELEMENT_BYTES[config.dtype]
+    tokens = config.micro_batch_size * config.seq_len
+    hidden, intermediate = m.hidden_size, m.intermediate_size
+    q_width, kv_width = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+
+    norm_forward = 4 * hidden  # read stream and branch, write stream and normed
+    norm_backward = 5 * hidden  # read gradient, stream, gradient of the stream; write both onward
+    rope = 2 * (q_width + kv_width) if m.position == "rope" else 0  # the same forward and backward
+    query_key_norm = 2 * (q_width + kv_width) if m.qk_norm else 0  # backward: read again, write
+    output_dot = 2 * q_width  # attention backward reads output and gradient
+    gated = 2 if m.mlp == "swiglu" else 1
+    mlp_forward = (gated + 1) * intermediate
+    mlp_backward = (2 * gated + 2) * intermediate  # gradient and inputs; their gradients and the product again
+
+    forward = 2 * norm_forward + rope + mlp_forward
+    backward = 2 * norm_backward + rope + query_key_norm + output_dot + mlp_backward
+    passes = forward * (2 if config.activation_checkpointing != "none" else 1) + backward
+    blocks = tokens * element * m.num_hidden_layers * passes
+    loss = tokens * element * 4 * m.vocab_size  # read logits for the sum, read and write for the gradient, read
+    if config.loss != "full":
+        chunks = math.ceil(tokens * element * m.vocab_size / LOSS_CHUNK_BYTES)
+        weight = m.vocab_size * hidden
+        loss += weight * (chunks * 2 * GRADIENT_BYTES + 4 * element)  # a float32 sum each chunk, then cast and scaled
+    ends = tokens * element * (3 * hidden + norm_forward + norm_backward)  # embedding and its gradient, last norm
+    return blocks + loss + ends
+
+
+def accumulation_bytes(config: RunConfig) -> float:
+    """Bytes a step that adding micro-batch gradients to the float32 gradient moves: the first is copied."""
+    element = ELEMENT_BYTES[config.dtype]
+    first, later = element + GRADIENT_BYTES, element + 2 * GRADIENT_BYTES
+    return count_parameters(config.model).total * (first + later * (config.gradient_accumulation_steps - 1))
+
+
+def optimizer_bytes(config: RunConfig) -> float:
+    """Bytes a step of clipping, AdamW and writing the compute weights, on one rank."""
+    share = 1 / config.world_size if config.parallelism in ("zero1", "fsdp") else 1.0
+    norm = 4  # read every gradient
+    adamw = 4 * 8  # read and write gradient (scaled in place), master, both moments
+    publish = 0 if config.dtype == "float32" else 4 + ELEMENT_BYTES[config.dtype]
+    return count_parameters(config.model).total * share * (norm + adamw + publish)
+
+
+def kernel_count(config: RunConfig) -> float:
+    """Kernels of one micro-step, roughly: matmuls, attention and, fused or not, what lies between."""
+    m = config.model
+    between = 12 if config.compile != "none" else 40
+    a_layer = 12 + 5 + between + (between / 2 if config.activation_checkpointing != "none" else 0)
+    return m.num_hidden_layers * a_layer + 30
+
+
+# --- communication ---------------------------------------------------------------------------------------------------
+
+
+def collective_seconds(size_bytes: float, config: RunConfig, rates: Rates, kind: str) -> float:
+    """A ring collective over all ranks. kind: all_reduce (2 (n-1)/n of the data a link) or gather, scatter (half that).
+
+    Over several nodes each card carries its share of the node's data over its own adapter: the slower of the two
+    levels bounds the ring, and the inner level comes on top.
+    """
+    factor = 2.0 if kind == "all_reduce" else 1.0
+    local = config.world_size // config.nnodes
+
+    def ring(ranks: int, size: float, gb_s: float) -> float:
+        if ranks < 2:
+            return 0.0
+        return factor * (ranks - 1) / ranks * size / (gb_s * 1e9) + rates.collective_latency_us * 1e-6
+
+    return ring(local, size_bytes, rates.link_gb_s) + ring(config.nnodes, size_bytes / local, rates.network_gb_s)
+
+
+def lost_to_communication(config: RunConfig, rates: Rates, forward_s: float, backward_s: float) -> float:
+    """Seconds a step that communication costs a rank, with `forward_s` and `backward_s` a micro-step to hide behind.
+
+    ddp: all-reduce behind the last backward pass. zero1: reduce-scatter behind it, all-gather of the weights after
+    the optimizer, in the open. fsdp: weights gathered for every forward and every backward pass, gradients scattered,
+    each micro-step. What is left over is waited for, and what is hidden slows the kernels it hides behind.
+    """
+    if config.world_size == 1:
+        return 0.0
+    parameters = count_parameters(config.model).total
+    weights, gradients = parameters * ELEMENT_BYTES[config.dtype], parameters * GRADIENT_BYTES
+
+    def lost(seconds: float, behind: float, last_piece: float) -> float:
+        exposed = max(seconds - BACKWARD_OVERLAP * behind, last_piece * seconds)
+        return exposed + rates.contention * (seconds - exposed)
+
+    if config.parallelism == "ddp":
+        return lost(collective_seconds(gradients, config, rates, "all_reduce"), backward_s, LAST_BUCKET)
+    scatter = collective_seconds(gradients, config, rates, "reduce_scatter")
+    gather = collective_seconds(weights, config, rates, "all_gather")
+    if config.parallelism == "zero1":
+        return lost(scatter, backward_s, LAST_BUCKET) + gather
+    block = 1 / config.model.num_hidden_layers  # the first gather and the last scatter
+    a_micro_step = lost(gather, forward_s, block) + lost(gather + scatter, backward_s, block)
+    return config.gradient_accumulation_steps * a_micro_step
+
+
+def slowest_of(cards: int, deviation: float) -> float:
+    """How much slower than the mean the slowest of `cards` is expected to be: a normal order statistic (Blom 1958)."""
+    return deviation * NormalDist().inv_cdf((cards - 0.375) / (cards + 0.25)) if cards > 1 else 0.0
+
+
+# --- the step --------------------------------------------------------------------------------------------------------
+
+
+def resolve_auto(config: RunConfig, rates: Rates) -> RunConfig:
+    """What `auto` will turn into on this card: the fastest attention; the loss that suits vocabulary and compiler."""
+    changes: dict[str, str] = {}
+    if config.attention == "auto":
+        changes["attention"] = max(("cudnn", "sdpa"), key=lambda name: rates.attention[name])  # no package needed
+    if config.loss == "auto":
+        large = config.model.vocab_size >= LARGE_VOCABULARY
+        changes["loss"] = "chunked" if large else "full" if config.compile != "none" else "fused"
+    return config.model_copy(update=changes)
+
+
+def step_terms(config: RunConfig, rates: Rates) -> dict[str, float]:
+    """Seconds of one step on one rank by term, uncorrected; the step is their sum.
+
+    Keys: matmul, attention.<backend>, elementwise or elementwise_eager, optimizer, communication, slowest_card, launch.
+    """
+    steps = config.gradient_accumulation_steps
+    element = ELEMENT_BYTES[config.dtype]
+    matmul = sum(one.count * matmul_seconds(one, rates, element) for one in micro_step_matmuls(config))
+    attention = attention_seconds(config, rates)
+    elementwise = elementwise_bytes(config) / (rates.bandwidth_gb_s * 1e9)
+    micro_step = matmul + attention + elementwise
+
+    kernels = kernel_count(config)
+    graph = config.cuda_graphs or (config.compile_mode == "reduce-overhead" and config.compile != "none")
+    how = "graph" if graph else "compiled" if config.compile != "none" else "eager"
+    waiting = max(0.0, kernels * rates.launch_us[how] * 1e-6 - micro_step)  # the CPU falls behind the GPU
+    launch = steps * (kernels * rates.kernel_gap_us * 1e-6 + waiting)
+
+    everything = steps * micro_step
+    fused = "elementwise" if config.compile != "none" else "elementwise_eager"
+    return {
+        "matmul": steps * matmul,
+        f"attention.{config.attention}": steps * attention,
+        fused: steps * elementwise * (1 if config.compile != "none" else 2),
+        "optimizer": (accumulation_bytes(config) + optimizer_bytes(config)) / (rates.bandwidth_gb_s * 1e9),
+        "communication": lost_to_communication(config, rates, micro_step / 3, micro_step * 2 / 3),
+        "slowest_card": everything * slowest_of(config.world_size, rates.card_deviation),
+        "launch": launch,
+    }
