@@ -237,4 +237,9 @@ def measured_cpu_peak(dtype: str, log: RunLog, ceilings: Ceilings | None) -> Pea
             f"{log.name}: the ceilings hold no {arithmetic} matmul of a CPU (measured: {ceilings.measured_dtypes()} "
             f"on {ceilings.device}); measure them again for this dtype"
         )
-    return Peak(tflops=rate, dtype=arithmetic, source=f"matmul measured on {ceilings.host}", measured=True)
+    threads = log.environment.cpu_threads
+    source = f"matmul measured on {ceilings.host}, {ceilings.threads} threads"
+    if threads != ceilings.threads:
+        rate *= threads / ceilings.threads
+        source += f", scaled to the {threads} of a rank"
+    return Peak(tflops=rate, dtype=arithmetic, source=source, measured=True)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from mfubench.config import ConfigError
 
 Product = Literal["forward", "input_gradient", "weight_gradient"]
-Arithmetic = Literal["bf16", "fp16", "tf32", "fp32", "fp8"]
+Arithmetic = Literal["bf16", "fp16", "tf32", "fp32"]
 
 
 class Record(BaseModel):
@@ -28,7 +28,7 @@ class MatmulRate(Record):
     k: int
     n: int
     calls_per_step: int  # of this product in one micro-step of the model; 1 for the large one
-    tflops: float  # sustained: all FLOPs over all time
+    tflops: float  # sustained: all FLOPs over all time; on a CPU the faster quarter of the timed chunks
     tflops_quartiles: tuple[float, float, float]  # over the timed chunks
     seconds: float
 
@@ -61,6 +61,16 @@ class CopyRate(Record):
     gb_s: float
 
 
+class CardRate(Record):
+    """The large matmul on one of several cards: cards of one kind differ by some percent."""
+
+    index: int
+    name: str
+    uuid: str | None
+    arithmetic: Arithmetic
+    tflops: float
+
+
 class CollectiveRate(Record):
     """Bus bandwidth as nccl-tests defines it: comparable with the link, whatever the number of ranks."""
 
@@ -89,6 +99,7 @@ class Ceilings(Record):
     matmuls: list[MatmulRate]
     attention: list[AttentionRate] = []
     copy_rate: CopyRate | None = None
+    cards: list[CardRate] = []  # where the machine has several
     collectives: list[CollectiveRate] = []
     collectives_skipped: dict[str, str] = {}  # world size -> why it could not be measured
     topology: str | None = None  # `nvidia-smi topo -m`
