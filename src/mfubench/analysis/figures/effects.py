@@ -1,0 +1,122 @@
+"""What each optimisation is worth, with intervals, what was expected, and where there is no difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import PercentFormatter
+
+from mfubench.analysis.effects import Effect
+from mfubench.analysis.expectations import Expectations
+from mfubench.analysis.figures.style import (
+    Theme,
+    empty_figure,
+    machine_label,
+    per_gpu,
+    plain_axes,
+    run_plot,
+    titled_figure,
+)
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.statistics import ProcessSpread, student_t
+from mfubench.analysis.units import format_interval, format_signed_percent
+
+TITLE = "What each setting is worth"
+ROW = 0.46  # inches
+MARKS = {"faster": "o", "slower": "s", "no difference": "D"}
+
+
+def draw(found: Findings, theme: Theme) -> Figure:
+    measured = [effect for effect in found.effects if effect.difference is not None]
+    if not measured:
+        reason = "the study declares no effects" if not found.effects else "no declared effect has both of its arms yet"
+        return empty_figure(theme, TITLE, machine_label(found), reason)
+    measured.sort(key=lambda effect: effect.difference.change if effect.difference else 0.0, reverse=True)
+    basis = (
+        f"95 % intervals from {found.spread.processes} repeated processes of {found.spread.cases} cases"
+        if found.spread
+        else "95 % intervals of the steps within one process each: nothing was repeated, so differences between "
+        "processes are not in them"
+    )
+    subtitle = f"{machine_label(found)} · change of {per_gpu(found)}, arm over control · {basis}"
+    figure = titled_figure(theme, TITLE, subtitle, 1.0 + ROW * len(measured))
+    axes = figure.subplots()
+    draw_forest(axes, measured, found.expectations, theme)
+    if found.spread:
+        half = no_difference_band(found.spread)
+        axes.axvspan(-half, half, color=theme.band, zorder=0)
+    handles = [
+        Patch(facecolor=theme.band, label="no difference: two single processes differ by as much")
+        if found.spread
+        else None,
+        Patch(facecolor="none", edgecolor=theme.series[1], hatch="////", label="expected by the testing guide")
+        if found.expectations
+        else None,
+    ]
+    axes.legend(
+        handles=[handle for handle in handles if handle], loc="lower center", bbox_to_anchor=(0.45, 1.0), ncols=2
+    )
+    return figure
+
+
+def draw_forest(axes: Axes, effects: list[Effect], expectations: Expectations | None, theme: Theme) -> None:
+    plain_axes(axes, "x")
+    axes.axvline(0, color=theme.muted, linewidth=1)
+    for position, effect in enumerate(effects):
+        assert effect.difference is not None
+        change, interval = effect.difference.change, effect.difference.interval
+        color = theme.muted if effect.verdict == "no difference" else theme.series[0]
+        expected = expected_change(effect, expectations)
+        if expected is not None:
+            low, high = expected[0] - 0.003, expected[1] + 0.003
+            axes.barh(position, high - low, left=low, height=0.62, facecolor="none", edgecolor=theme.series[1],
+                      linewidth=0.9, hatch="////", zorder=1)  # fmt: skip
+        axes.errorbar(change, position, xerr=[[change - interval.low], [interval.high - change]], color=color,
+                      capsize=4, linewidth=1.8, zorder=3)  # fmt: skip
+        axes.plot(change, position, MARKS[effect.verdict], color=color, markersize=7.5, zorder=4)
+        axes.text(1.015, position, value_label(effect), transform=axes.get_yaxis_transform(), va="center",
+                  size=8.5, linespacing=1.35)  # fmt: skip
+    axes.set_yticks(range(len(effects)), [effect_label(effect) for effect in effects])
+    axes.set_ylim(len(effects) - 0.4, -0.6)
+    axes.margins(x=0.06)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+    axes.set_xlabel("change in rate (0 %: the setting does nothing)")
+
+
+def effect_label(effect: Effect) -> str:
+    arm, control = effect.arm.split("/")[1], effect.control.split("/")[1]
+    return f"{effect.name}\n{arm} over {control}"
+
+
+def value_label(effect: Effect) -> str:
+    assert effect.difference is not None
+    change = format_signed_percent(effect.difference.change)
+    verdict = "no difference" if effect.verdict == "no difference" else change
+    return f"{verdict}\n({format_interval(effect.difference.interval)})"
+
+
+def expected_change(effect: Effect, expectations: Expectations | None) -> tuple[float, float] | None:
+    """What the testing guide says of the same two cases, in either direction."""
+    if expectations is None:
+        return None
+    for item in expectations.effects:
+        if item.rank != "primary" or item.of == "memory":
+            continue
+        if (item.arm, item.control) == (effect.arm, effect.control):
+            return item.change
+        if (item.arm, item.control) == (effect.control, effect.arm):
+            return (1 / (1 + item.change[1]) - 1, 1 / (1 + item.change[0]) - 1)
+    return None
+
+
+def no_difference_band(spread: ProcessSpread) -> float:
+    """Half-width of the 95 % interval of the difference of two single processes."""
+    return math.expm1(student_t(spread.degrees_of_freedom) * spread.log_deviation * math.sqrt(2))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_plot(draw, "Plot what each setting is worth.", argv)

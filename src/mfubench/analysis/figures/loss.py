@@ -1,0 +1,94 @@
+"""Loss curves and gradient norms of the training runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from mfubench.analysis.figures.style import (
+    MARKERS,
+    Theme,
+    empty_figure,
+    machine_label,
+    plain_axes,
+    run_plot,
+    titled_figure,
+)
+from mfubench.analysis.findings import Findings
+from mfubench.run_log import RunLog
+
+TITLE = "Loss and gradient norm"
+MOST_CURVES = 5
+WINDOW = 15  # steps of the moving median
+
+
+def draw(found: Findings, theme: Theme) -> Figure:
+    logs = training_runs(found)
+    if not logs:
+        return empty_figure(theme, TITLE, machine_label(found), "no run with a loss yet")
+    subtitle = (
+        f"{machine_label(found)} · faint: every step; line: moving median of {WINDOW} steps; marks: held-out "
+        "text · gradient norm over all parameters, before clipping · dotted: ln(vocabulary), the loss of knowing nothing"
+    )
+    figure = titled_figure(theme, TITLE, subtitle, 3.5)
+    left, right = figure.subplots(1, 2, width_ratios=[1.4, 1])
+    for position, (name, log) in enumerate(logs.items()):
+        color = theme.series[position % len(theme.series)]
+        draw_loss(left, name, log, color, MARKERS[position % len(MARKERS)])
+        draw_curve(right, [(step.step + 1, step.grad_norm) for step in log.steps], color, None)
+    for vocab_size in {log.config.model.vocab_size for log in logs.values()}:
+        left.axhline(math.log(vocab_size), color=theme.muted, linewidth=0.9, linestyle=(0, (2, 3)))
+    for axes in (left, right):
+        plain_axes(axes, "y")
+        axes.spines["bottom"].set_visible(True)
+        axes.set_xlabel("optimizer step")
+        axes.set_xlim(left=0)
+    left.set_title("loss, nats per token", loc="left", color=theme.muted, weight="bold")
+    left.legend(loc="upper right", bbox_to_anchor=(1.0, 0.94))
+    right.set_yscale("log")
+    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    right.yaxis.set_minor_locator(NullLocator())
+    right.set_title("gradient norm", loc="left", color=theme.muted, weight="bold")
+    return figure
+
+
+def training_runs(found: Findings) -> dict[str, RunLog]:
+    """The runs of the stage training, diverged ones too; without them the longest run there is."""
+    logs = {name: log for name, log in found.study.runs.items() if any(step.loss is not None for step in log.steps)}
+    training = {name: log for name, log in logs.items() if log.config.stage == "training"}
+    if training:
+        return dict(list(training.items())[:MOST_CURVES])
+    longest = sorted(logs, key=lambda name: len(logs[name].steps))[-1:]
+    return {name: logs[name] for name in longest}
+
+
+def draw_loss(axes: Axes, name: str, log: RunLog, color: str, marker: str) -> None:
+    label = f"{name}, {log.config.model.name}"
+    draw_curve(axes, [(step.step + 1, step.loss) for step in log.steps], color, label)
+    held_out = [(entry.step, entry.loss) for entry in log.evaluations if entry.loss is not None]
+    if held_out and len(log.steps) > 1:
+        steps, losses = zip(*held_out, strict=True)
+        axes.plot(steps, losses, marker, color=color, markerfacecolor="none", markersize=7, markeredgewidth=1.4,
+                  label="held-out text")  # fmt: skip
+
+
+def draw_curve(axes: Axes, points: list[tuple[int, float | None]], color: str, label: str | None) -> None:
+    """Every finite value, faint, under its moving median."""
+    finite = [(x, y) for x, y in points if y is not None]
+    if not finite:
+        return
+    x, y = np.array([point[0] for point in finite]), np.array([point[1] for point in finite])
+    axes.plot(x, y, color=color, linewidth=0.8, alpha=0.35)
+    half = WINDOW // 2
+    smooth = [float(np.median(y[max(0, i - half) : i + half + 1])) for i in range(len(y))]
+    axes.plot(x, smooth, color=color, linewidth=1.8, label=label)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_plot(draw, "Plot loss and gradient norm.", argv)

@@ -1,0 +1,105 @@
+"""Memory against throughput: what a larger micro-batch costs and buys, up to the limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from mfubench.analysis.figures.style import (
+    MARKERS,
+    Theme,
+    empty_figure,
+    machine_label,
+    per_gpu,
+    plain_axes,
+    run_plot,
+    titled_figure,
+)
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.study import MemoryLimit
+from mfubench.analysis.units import format_gib, format_rate
+
+TITLE = "What memory buys"
+
+
+def draw(found: Findings, theme: Theme) -> Figure:
+    limits = {
+        name: limit
+        for name, limit in found.study.limits.items()
+        if any(trial.peak_memory_gib and trial.tokens_per_s_per_gpu for trial in limit.trials)
+    }
+    runs = [
+        (judged.peak_memory_gib, judged.tokens_per_s_per_gpu.median, judged.log.config.micro_batch_size)
+        for judged in found.good.values()
+        if judged.log.config.stage == "memory" and judged.peak_memory_gib and judged.tokens_per_s_per_gpu
+    ]
+    if not limits and not runs:
+        return empty_figure(
+            theme, TITLE, machine_label(found), "neither a memory search nor a case of the stage memory"
+        )
+    on_cpu = "process" in per_gpu(found)
+    what = "resident memory of the fullest process" if on_cpu else "memory reserved on the fullest GPU"
+    subtitle = (
+        f"{machine_label(found)} · {what}, numbers at the points: micro-batch size · trials of the limit search are "
+        "short runs (few steps), so their rates are less sure than those of measured runs"
+    )
+    figure = titled_figure(theme, TITLE, subtitle, 3.9)
+    axes = figure.subplots()
+    plain_axes(axes, "y")
+    axes.spines["bottom"].set_visible(True)
+    for position, (name, limit) in enumerate(limits.items()):
+        draw_search(axes, name, limit, theme.series[position % len(theme.series)], MARKERS[position % len(MARKERS)])
+    if runs:
+        memory, rates, sizes = zip(*sorted(runs), strict=True)
+        axes.plot(memory, rates, "*", color=theme.series[-1], markeredgecolor=theme.text, markeredgewidth=0.5,
+                  markersize=13, label="measured runs of the stage memory", zorder=5)  # fmt: skip
+        for x, y, size in zip(memory, rates, sizes, strict=True):
+            axes.annotate(str(size), (x, y), xytext=(0, -15), textcoords="offset points", ha="center", size=8)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low - 0.2 * (high - low), high + 0.16 * (high - low))
+    draw_capacity(axes, list(limits.values()), theme)
+    axes.set_xlabel("memory, GiB")
+    axes.set_ylabel(f"{per_gpu(found)} (axis does not start at 0)")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_rate(value)))
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
+    return figure
+
+
+def draw_search(axes: Axes, name: str, limit: MemoryLimit, color: str, marker: str) -> None:
+    fitting = [trial for trial in limit.trials if trial.peak_memory_gib and trial.tokens_per_s_per_gpu]
+    fitting.sort(key=lambda trial: trial.micro_batch_size)
+    too_large = sorted(trial.micro_batch_size for trial in limit.trials if trial.status == "oom")
+    fits = f"largest {limit.largest}" if limit.largest is not None else "nothing fits"
+    beyond = f", out of memory at {too_large[0]}" if too_large else ""
+    memory = [trial.peak_memory_gib or 0.0 for trial in fitting]
+    rates = [trial.tokens_per_s_per_gpu or 0.0 for trial in fitting]
+    label = f"{name.split('/')[1]}: {fits}{beyond}"
+    axes.plot(memory, rates, marker=marker, color=color, linewidth=1.2, label=label)
+    for trial, x, y in zip(fitting, memory, rates, strict=True):
+        axes.annotate(str(trial.micro_batch_size), (x, y), xytext=(0, 7), textcoords="offset points", ha="center",
+                      size=8, color=color)  # fmt: skip
+
+
+def draw_capacity(axes: Axes, limits: list[MemoryLimit], theme: Theme) -> None:
+    """The end of the memory, and the share of it that is called comfortable."""
+    ends = {(limit.memory_gib, limit.search.comfort_fraction) for limit in limits if limit.memory_gib}
+    for capacity, fraction in sorted(ends):
+        assert capacity is not None
+        left, right = axes.get_xlim()
+        axes.set_xlim(left, max(right, capacity * 1.03))
+        axes.axvspan(capacity, capacity * 1.5, color=theme.band, zorder=0)
+        axes.axvline(capacity, color=theme.bad, linewidth=1.6)
+        axes.axvline(capacity * fraction, color=theme.bad, linewidth=1.0, linestyle=(0, (4, 3)))
+        for x, label in (
+            (capacity, f"all of it: {format_gib(capacity)} "),
+            (capacity * fraction, f"comfortable: {100 * fraction:.0f} % "),
+        ):
+            axes.text(x, 0.985, label, transform=axes.get_xaxis_transform(), ha="right", va="top", size=8,
+                      color=theme.bad)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_plot(draw, "Plot memory against throughput.", argv)

@@ -1,0 +1,109 @@
+"""MFU of every step, so that warm-up, drift and hiccups can be seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+from mfubench.analysis.figures.style import (
+    Theme,
+    empty_figure,
+    machine_label,
+    peak_label,
+    per_gpu,
+    plain_axes,
+    run_plot,
+    titled_figure,
+)
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.measures import Measures, mfu_factor
+from mfubench.analysis.units import format_rate
+
+TITLE = "Step by step: warm-up, drift, hiccups"
+MOST_PANELS = 9
+COLUMNS = 3
+UNMEASURED = ("preheat", "compile", "warmup")
+
+
+def draw(found: Findings, theme: Theme) -> Figure:
+    chosen = choose(found)
+    if not chosen:
+        return empty_figure(theme, TITLE, machine_label(found), "no case with measured steps yet")
+    with_mfu = all("palm" in judged.mfu for judged in chosen.values())
+    what = f"MFU (palm) of {peak_label(list(chosen.values()))}" if with_mfu else per_gpu(found)
+    subtitle = (
+        f"{machine_label(found)} · {what}, step by step; hatched: compilation and warm-up, recorded and not "
+        "judged (triangles: far below); line and band: median and quartiles of the measured steps; crosses: outliers · "
+        "axes do not start at 0"
+    )
+    rows = math.ceil(len(chosen) / COLUMNS)
+    figure = titled_figure(theme, TITLE, subtitle, 1.75 * rows + 0.3)
+    panels = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
+    for axes, (name, judged) in zip(panels, chosen.items(), strict=False):
+        draw_steps(axes, name, judged, with_mfu, theme)
+    for axes in panels[len(chosen) :]:
+        axes.set_axis_off()
+    for axes in panels[max(0, len(chosen) - COLUMNS) : len(chosen)]:
+        axes.set_xlabel("optimizer step")
+    return figure
+
+
+def choose(found: Findings) -> dict[str, Measures]:
+    """At most nine cases: the ladders first, then training, then the rest; repeats and smoke tests left out."""
+    order = {"tiers": 0, "baseline": 1, "training": 2, "scaling": 3, "ablations": 4, "memory": 5}
+    names = [
+        name
+        for name, judged in found.good.items()
+        if judged.log.config.stage in order and judged.log.config.repeat == 0
+    ]
+    names.sort(key=lambda name: order[found.good[name].log.config.stage])
+    kept = set(names[:MOST_PANELS])
+    return {name: judged for name, judged in found.good.items() if name in kept}
+
+
+def draw_steps(axes: Axes, name: str, judged: Measures, with_mfu: bool, theme: Theme) -> None:
+    plain_axes(axes, "y")
+    axes.spines["bottom"].set_visible(True)
+    world_size = judged.log.config.world_size
+    factor = mfu_factor(judged.log, "palm", judged.peak.tflops) if with_mfu and judged.peak else 1.0
+    assert judged.tokens_per_s_per_gpu is not None and factor is not None
+    middle = judged.tokens_per_s_per_gpu.scaled(factor)
+    points = [
+        (step.step + 1, step.tokens / step.step_time_s / world_size * factor, step.phase) for step in judged.log.steps
+    ]
+    unmeasured = [(x, y) for x, y, phase in points if phase in UNMEASURED]
+    measured = [(x, y) for x, y, phase in points if phase == "measured"]
+
+    reach = max(middle.q3 - middle.q1, 0.004 * middle.median)
+    low = max(min(y for _, y in measured), middle.median - 14 * reach)
+    high = min(max(y for _, y in measured), middle.median + 14 * reach)
+    low, high = low - 1.2 * reach, high + 1.2 * reach
+    if unmeasured:
+        end = max(x for x, _ in unmeasured) + 0.5
+        axes.axvspan(0.5, end, facecolor=theme.band, hatch="////", edgecolor=theme.grid, linewidth=0, zorder=0)
+        for x, y in unmeasured:
+            marker, height = (".", y) if y > low else (11, low)  # 11: a triangle that points down to the axis
+            axes.plot(x, height, marker=marker, color=theme.muted, markersize=4)
+    axes.axhspan(middle.q1, middle.q3, color=theme.series[0], alpha=0.16, linewidth=0)
+    axes.axhline(middle.median, color=theme.series[0], linewidth=1.2)
+    outlying = middle.q1 - 3 * reach
+    usual = [(x, y) for x, y in measured if y >= outlying]
+    axes.plot([x for x, _ in usual], [y for _, y in usual], ".", color=theme.series[0], markersize=3.5)
+    strange = [(x, max(y, low)) for x, y in measured if y < outlying]
+    axes.plot([x for x, _ in strange], [y for _, y in strange], "x", color=theme.bad, markersize=5, markeredgewidth=1.4)
+    axes.set_ylim(low, high)
+    axes.set_xlim(0.5, points[-1][0] + 0.5)
+    axes.yaxis.set_major_formatter(
+        PercentFormatter(1.0, symbol=" %") if with_mfu else FuncFormatter(lambda value, _: format_rate(value))
+    )
+    axes.locator_params(axis="y", nbins=4)
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_title(f"{name}  ({world_size})", loc="left", size=8.5, weight="bold", color=theme.text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_plot(draw, "Plot MFU over time.", argv)

@@ -1,0 +1,83 @@
+"""Scaling: what a GPU still does when there are more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, PercentFormatter
+
+from mfubench.analysis.figures.style import (
+    MARKERS,
+    Theme,
+    empty_figure,
+    machine_label,
+    per_gpu,
+    plain_axes,
+    run_plot,
+    titled_figure,
+)
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.scaling import ScalingPoint
+from mfubench.analysis.units import format_count
+
+TITLE = "What is left of a GPU's rate when there are more of them"
+
+
+def draw(found: Findings, theme: Theme) -> Figure:
+    unit = per_gpu(found).rsplit("/", 1)[1]
+    sizes = {point.world_size for point in found.scaling}
+    if len(sizes) < 2:
+        there = f"only world size {min(sizes)} was measured" if sizes else "no case of the stage scaling was measured"
+        return empty_figure(theme, TITLE, machine_label(found), f"{there}; a curve needs two world sizes")
+    subtitle = (
+        f"{machine_label(found)} · weak scaling: the same work for each {unit} · efficiency: rate per {unit} over that "
+        "of the series' smallest world size, bars: 95 % interval"
+    )
+    figure = titled_figure(theme, TITLE, subtitle, 3.5)
+    left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
+    series = list(dict.fromkeys(point.series for point in found.scaling))
+    for position, name in enumerate(series):
+        points = [point for point in found.scaling if point.series == name]
+        color, marker = theme.series[position % len(theme.series)], MARKERS[position % len(MARKERS)]
+        draw_efficiency(left, points, name, color, marker, nudge=1 + 0.02 * (position - (len(series) - 1) / 2))
+        right.plot([p.world_size for p in points], [p.tokens_per_s for p in points], marker=marker, color=color)
+        first = points[0]
+        ideal = [first.tokens_per_s_per_gpu * size for size in (first.world_size, max(sizes))]
+        right.plot([first.world_size, max(sizes)], ideal, color=color, linewidth=0.9, linestyle=(0, (2, 3)))
+    for axes in (left, right):
+        plain_axes(axes, "y")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sorted(sizes), [str(size) for size in sorted(sizes)])
+        axes.minorticks_off()
+        axes.set_xlabel("GPUs" if unit == "GPU" else "processes")
+    left.axhline(1, color=theme.muted, linewidth=0.9, linestyle=(0, (2, 3)))
+    lowest = min(point.interval.low if point.interval else point.efficiency for point in found.scaling)
+    left.set_ylim(max(0.0, min(0.9, lowest - 0.1 * (1.1 - lowest))), 1.03)
+    left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+    left.set_title(f"efficiency per {unit} (axis does not start at 0)", loc="left", color=theme.muted, weight="bold")
+    left.legend(loc="lower left")
+    right.set_yscale("log", base=2)
+    right.minorticks_off()
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    right.set_title(
+        "tokens/s in all (dotted: ideal; both axes logarithmic)", loc="left", color=theme.muted, weight="bold"
+    )
+    return figure
+
+
+def draw_efficiency(axes: Axes, points: list[ScalingPoint], name: str, color: str, marker: str, nudge: float) -> None:
+    """One series; `nudge` sets its points a little aside, so that intervals do not cover one another."""
+    where = [point.world_size * nudge for point in points]
+    last = points[-1]
+    label = f"{name}: {100 * last.efficiency:.1f} % at {last.world_size}"
+    axes.plot(where, [point.efficiency for point in points], marker=marker, color=color, label=label)
+    for x, point in zip(where, points, strict=True):
+        if point.interval is not None:
+            below, above = point.efficiency - point.interval.low, point.interval.high - point.efficiency
+            axes.errorbar(x, point.efficiency, yerr=[[below], [above]], color=color, capsize=3, linewidth=1.2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_plot(draw, "Plot scaling efficiency.", argv)
