@@ -159,9 +159,7 @@ class FilesTokenizer(ExistingTokenizer):
     path: str
 
 
-TokenizerConfig = Annotated[
-    BpeTokenizer | HubTokenizer | FolderTokenizer | FilesTokenizer, Field(discriminator="kind")
-]
+TokenizerConfig = Annotated[BpeTokenizer | HubTokenizer | FolderTokenizer | FilesTokenizer, Field(discriminator="kind")]
 
 
 def dataset_from_json(text: str) -> DatasetConfig:

@@ -26,7 +26,13 @@ from mfubench.data.streams import open_stream, stream_errors
 
 Format = Literal["jsonl", "parquet", "txt"]
 SMALLEST_SLICE, LARGEST_SLICE = 2 * 2**20, 64 * 2**20  # bytes as stored
-SUFFIXES: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".txt": "txt", ".py": "txt"}
+SUFFIXES: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "txt",
+    ".py": "txt",
+}
 COMPRESSIONS = (".gz", ".zst")
 NOT_TEXT = {"test", "tests", "idle_test", "lib2to3", "site-packages", "__pycache__"}  # of the standard library
 
@@ -93,9 +99,11 @@ def local_paths(corpus: LocalCorpus) -> list[Path]:
         if path.is_dir():
             paths = [file for file in sorted(path.rglob("*")) if file.is_file() and known_format(file)]
         else:
-            paths = sorted(Path(name) for name in glob(str(path), recursive=True) if Path(name).is_file())
+            paths = sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file())  # noqa: PTH207
         if not paths:
-            raise ConfigError(f"paths: {pattern!r} matches no file that can be read ({', '.join(SUFFIXES)}, +.gz, +.zst)")
+            raise ConfigError(
+                f"paths: {pattern!r} matches no file that can be read ({', '.join(SUFFIXES)}, +.gz, +.zst)"
+            )
         for file in paths:
             file_format(file)
             found[file] = None
@@ -301,7 +309,9 @@ def _parquet_texts(piece: Piece, column: str) -> Iterator[bytes | None]:
     with pyarrow.parquet.ParquetFile(piece.path) as file:
         schema = file.schema_arrow
         if column not in schema.names:
-            raise ConfigError(f"{piece.path}: no text column {column!r} (found: {', '.join(schema.names)}); set text_column")
+            raise ConfigError(
+                f"{piece.path}: no text column {column!r} (found: {', '.join(schema.names)}); set text_column"
+            )
         kind = schema.field(column).type
         if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
             raise ConfigError(f"{piece.path}: column {column!r} holds {kind}, not text; set text_column")

@@ -80,7 +80,9 @@ def download(
             "with `hf auth login` or set HF_TOKEN"
         ) from None
     except errors.RevisionNotFoundError:
-        raise ConfigError(f"{where}: the repository has no revision {revision!r}; state a branch, tag or commit") from None
+        raise ConfigError(
+            f"{where}: the repository has no revision {revision!r}; state a branch, tag or commit"
+        ) from None
     except errors.LocalEntryNotFoundError:
         raise ConfigError(unreachable_message(where)) from None
     except errors.EntryNotFoundError:

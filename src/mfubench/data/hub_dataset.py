@@ -46,7 +46,7 @@ def _list_online(corpus: HubCorpus) -> list[HubFile]:
         raise ConfigError(hub.gated_message(where, corpus.dataset, "dataset")) from None
     except (errors.HfHubHTTPError, OSError) as error:
         raise ConfigError(f"{where}: its files cannot be listed ({error})") from None
-    sizes = {info.path: info.size for info in infos}
+    sizes = {info.path: info.size for info in infos if isinstance(info, huggingface_hub.hf_api.RepoFile)}
     return [HubFile(name, sizes[name], None) for name in names]
 
 
@@ -81,8 +81,12 @@ def _data_files(repository: str, corpus: HubCorpus) -> list[str]:
     try:
         builder: Any = datasets.load_dataset_builder(repository, name=corpus.config_name, revision=revision)
     except (ValueError, FileNotFoundError, RuntimeError) as error:
-        raise ConfigError(f"{where}: cannot be understood as a dataset ({error}); set config_name, or download it") from None
+        raise ConfigError(
+            f"{where}: cannot be understood as a dataset ({error}); set config_name, or download it"
+        ) from None
     files = builder.config.data_files or {}
     if corpus.split not in files:
-        raise ConfigError(f"{where}: has no split {corpus.split!r} (found: {', '.join(map(str, files)) or 'none'}); set split")
+        raise ConfigError(
+            f"{where}: has no split {corpus.split!r} (found: {', '.join(map(str, files)) or 'none'}); set split"
+        )
     return sorted(map(str, files[corpus.split]))

@@ -25,7 +25,9 @@ class TokenDataset:
         self._map()
 
     def _map(self) -> None:
-        shards = [shard for shard in self.meta.splits[self.split].shards if shard.tokens]  # empty files cannot be mapped
+        shards = [
+            shard for shard in self.meta.splits[self.split].shards if shard.tokens
+        ]  # empty files cannot be mapped
         self._arrays = [np.memmap(self.folder / shard.file, dtype=self.meta.dtype, mode="r") for shard in shards]
         self._starts = [0]  # first token of each shard, and the end of the last
         for shard in shards:
@@ -40,7 +42,9 @@ class TokenDataset:
             raise ConfigError(f"{folder}: has no split {split!r}, only {', '.join(meta.splits)} (val_fraction is 0?)")
         index = meta.splits[split]
         if index.tokens != sum(shard.tokens for shard in index.shards):
-            raise ConfigError(f"{folder / 'meta.json'}: splits.{split}.tokens is not the sum of its shards; prepare again")
+            raise ConfigError(
+                f"{folder / 'meta.json'}: splits.{split}.tokens is not the sum of its shards; prepare again"
+            )
         itemsize = np.dtype(meta.dtype).itemsize
         for shard in index.shards:
             path = folder / shard.file
@@ -83,7 +87,7 @@ def check_tokenizer(meta: DatasetMeta, tokenizer_dir: Path | str) -> TokenizerMe
     tokenizer = read_meta(TokenizerMeta, Path(tokenizer_dir))
     if tokenizer.sha256 != meta.tokenizer.sha256:
         raise ConfigError(
-            f"{tokenizer_dir}: tokenizer {tokenizer.name} has hash {tokenizer.sha256[:12]}…, but dataset {meta.name} was "
-            f"prepared with {meta.tokenizer.name}, hash {meta.tokenizer.sha256[:12]}…: prepare the dataset again"
+            f"{tokenizer_dir}: tokenizer {tokenizer.name} has hash {tokenizer.sha256[:12]}…, but dataset {meta.name} "
+            f"was prepared with {meta.tokenizer.name}, hash {meta.tokenizer.sha256[:12]}…: prepare the dataset again"
         )
     return tokenizer

@@ -18,7 +18,7 @@ CHUNK = 2**17
 
 
 class ZstandardReader(io.RawIOBase):
-    """Decompress as it is read; raises EOFError where the file ends within a frame (zstandard's own reader does not)."""
+    """Decompress as it is read; unlike zstandard's own reader, raise EOFError where the file ends within a frame."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb")
@@ -61,7 +61,7 @@ def open_stream(path: Path) -> io.BufferedIOBase:
         return cast(io.BufferedIOBase, gzip.open(path, "rb"))
     if path.suffix == ".zst":
         return io.BufferedReader(ZstandardReader(path), CHUNK)
-    return path.open("rb", buffering=CHUNK)
+    return cast(io.BufferedIOBase, path.open("rb", buffering=CHUNK))
 
 
 @contextmanager
@@ -71,7 +71,14 @@ def stream_errors(path: Path) -> Iterator[None]:
 
     try:
         yield
-    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError, pyarrow.ArrowInvalid, pyarrow.ArrowException) as error:
+    except (
+        EOFError,
+        gzip.BadGzipFile,
+        zlib.error,
+        zstandard.ZstdError,
+        pyarrow.ArrowInvalid,
+        pyarrow.ArrowException,
+    ) as error:
         raise ConfigError(f"{path}: damaged or cut short ({error}); fetch it again") from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: gone since the files were listed") from None

@@ -64,7 +64,8 @@ def get_tokenizer(config: TokenizerConfig, out_dir: Path) -> TokenizerMeta:
     tokenizer, spec = parse_tokenizer(payload, source)
     stated = None if isinstance(config, BpeTokenizer) else config.eos_token
     eos_token = stated or _token_text(settings.get("eos_token"))
-    if eos_token is None or tokenizer.token_to_id(eos_token) is None:
+    eos_id = None if eos_token is None else tokenizer.token_to_id(eos_token)
+    if eos_token is None or eos_id is None:
         raise ConfigError(f"{source}: end-of-document token {eos_token!r} is not in its vocabulary; set eos_token")
     if isinstance(config, ExistingTokenizer):
         check_existing(config, tokenizer, spec, source)
@@ -77,7 +78,7 @@ def get_tokenizer(config: TokenizerConfig, out_dir: Path) -> TokenizerMeta:
         source=source,
         vocab_size=largest_id + 1,
         largest_id=largest_id,
-        eos_id=tokenizer.token_to_id(eos_token),
+        eos_id=eos_id,
         eos_token=eos_token,
         sha256=hashlib.sha256(payload).hexdigest(),
         vocabulary_sha256=vocabulary_sha256(tokenizer),
@@ -137,7 +138,9 @@ def _from_files(config: FilesTokenizer) -> tuple[bytes, dict[str, Any]]:
     if config.family != "gpt2":
         ranks = _read_checked(path, config.sha256 or expected["ranks"])
         return rank_file_bpe(ranks, facts, str(path)), {}
-    vocab = next((path / name for name in ("vocab.json", "encoder.json") if (path / name).is_file()), path / "vocab.json")
+    vocab = next(
+        (path / name for name in ("vocab.json", "encoder.json") if (path / name).is_file()), path / "vocab.json"
+    )
     merges = next((path / name for name in ("merges.txt", "vocab.bpe") if (path / name).is_file()), path / "merges.txt")
     _read_checked(vocab, expected["vocab"])
     _read_checked(merges, expected["merges"])
@@ -258,8 +261,8 @@ def _check_end_of_document(folder: Path, meta: TokenizerMeta) -> None:
     if meta.eos_id in encoder.encode_batch([meta.eos_token])[0]:
         (folder / "meta.json").unlink()
         raise ConfigError(
-            f"{meta.source}: the text {meta.eos_token!r} is encoded as the end-of-document id {meta.eos_id}, so documents "
-            "could not be told apart; set eos_token to a special token"
+            f"{meta.source}: the text {meta.eos_token!r} is encoded as the end-of-document id {meta.eos_id}, so "
+            "documents could not be told apart; set eos_token to a special token"
         )
 
 
