@@ -34,9 +34,7 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
-        return (
-            self.token_embedding + self.position_embedding + self.attention + self.mlp + self.lm_head + self.other
-        )
+        return self.token_embedding + self.position_embedding + self.attention + self.mlp + self.lm_head + self.other
 
     @property
     def matmul(self) -> int:
@@ -127,7 +125,9 @@ def executed_flops_per_token(terms: FlopTerms, config: RunConfig) -> float:
     """Causal FLOPs plus what activation checkpointing computes twice: the numerator of HFU.
 
     `full` runs each block's forward again (2 FLOPs a block parameter and 1/3 of causal attention); `selective`
-    keeps matmul and attention outputs and repeats elementwise work only, which is not counted.
+    keeps matmul and attention outputs and repeats elementwise work only, which is not counted. Blocks that are not
+    compiled may leave out the last matmul of the repeated forward, whose output nothing needs (torch's early stop): up
+    to 2 FLOPs a parameter of the MLP's down projection less.
     """
     executed = flops_per_token(terms, "causal")
     if config.activation_checkpointing == "full":

@@ -26,7 +26,8 @@ def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = q.transpose(1, 2), repeat_heads(k, H).transpose(1, 2), repeat_heads(v, H).transpose(1, 2)  # [B, H, T, D]
     scores = q @ k.transpose(-2, -1) * D**-0.5  # [B, H, T, T]
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    probabilities = scores.masked_fill(future, -torch.inf).softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+    exact = torch.promote_types(scores.dtype, torch.float32)  # float32, or float64 where the inputs are
+    probabilities = scores.masked_fill(future, -torch.inf).softmax(dim=-1, dtype=exact).to(v.dtype)
     return (probabilities @ v).transpose(1, 2)
 
 

@@ -1,0 +1,210 @@
+"""Every attention backend equals the plain form, forward and backward; the choice among them says what it did."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+from model.small_models import QWEN3, run_config, tokens
+from torch import Tensor
+
+from mfubench.model import attention, build_model, resolve_attention
+from mfubench.model.attention import FALLBACKS, LOADERS, Shape, attention_backends, try_backend
+from mfubench.model.attention_kernels import eager, sdpa
+from mfubench.model.kernels import kernels_match, profile_kernels
+
+HEADS = {"mha": (4, 4), "gqa-2": (4, 2), "gqa-3": (6, 2), "mqa": (3, 1)}
+# every backend that runs on a CPU there, and every one on CUDA
+BACKENDS = [("cpu", "eager"), ("cpu", "sdpa"), *(pytest.param("cuda", name, marks=pytest.mark.gpu) for name in LOADERS)]
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention, one query at a time: the reference of the reference."""
+    B, T, H, D = q.shape
+    group = H // k.shape[2]
+    out = torch.empty_like(q)
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                keys, values = k[b, : t + 1, h // group], v[b, : t + 1, h // group]  # [t + 1, D]
+                out[b, t, h] = torch.softmax(keys @ q[b, t, h] / D**0.5, dim=0) @ values
+    return out
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_eager_equals_the_definition(heads: tuple[int, int]) -> None:
+    q, k, v, _ = Shape(2, 7, *heads, 8, torch.float64, torch.device("cpu")).inputs()
+    torch.testing.assert_close(eager(q, k, v), written_out(q, k, v), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("seq_len", [1, 64, 127, 193])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_backend_equals_eager(
+    device: str, backend: str, dtype: torch.dtype, heads: tuple[int, int], seq_len: int
+) -> None:
+    """Output and gradients of q, k, v, against eager in float64.
+
+    float32: 1e-5. bfloat16: no further from the exact values than a few times what the plain
+    form itself is in bfloat16, which is the dtype's rounding and nothing of the backend's.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    shape = Shape(2, seq_len, *heads, 64, dtype, torch.device(device))
+    function, reason = try_backend(backend, shape)
+    if function is None:
+        pytest.skip(f"{backend}: {reason}")
+    *inputs, grad = shape.inputs()
+    exact = forward_backward(eager, [x.detach().double().requires_grad_() for x in inputs], grad.double())
+    found = forward_backward(function, inputs, grad)
+    plain = forward_backward(eager, inputs, grad)
+    for name, a, b, rounded in zip(("out", "dq", "dk", "dv"), found, exact, plain, strict=True):
+        assert a.dtype == dtype and a.shape == b.shape
+        size = max(b.norm(), 0.1 * grad.norm())  # the gradients of q and k are zero for a single token
+        error, rounding = ((x.double() - b).norm() / size for x in (a, rounded))
+        limit = 1e-5 if dtype == torch.float32 else 3 * rounding + 1e-3
+        assert error <= limit, f"{name}: {error:.2g}, eager itself {rounding:.2g}"
+
+
+def forward_backward(function: attention.AttentionFunction, inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    out = function(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+@pytest.mark.parametrize(("device", "backend"), BACKENDS)
+def test_compiled_backend_is_one_graph_and_the_claimed_kernel(device: str, backend: str) -> None:
+    """No graph break around attention, the same values, and the kernels of the backend, by name."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    shape = Shape(2, 96, 4, 2, 64, dtype, torch.device(device))
+    function, reason = try_backend(backend, shape)
+    if function is None:
+        pytest.skip(f"{backend}: {reason}")
+    compiled = torch.compile(
+        lambda q, k, v: function(q * 2, k, v) + 1,
+        fullgraph=True,
+        backend="inductor" if device == "cuda" else "aot_eager",
+    )
+    *inputs, grad = shape.inputs()
+    expected = forward_backward(lambda q, k, v: function(q * 2, k, v) + 1, inputs, grad)
+    for a, b in zip(forward_backward(compiled, inputs, grad), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    kernels = profile_kernels(lambda: forward_backward(compiled, inputs, grad), device)
+    assert kernels_match(backend, kernels, device) is None
+
+
+@pytest.mark.parametrize("requested", FALLBACKS)
+def test_fallback_chain_on_a_cpu(requested: str) -> None:
+    """Down to what runs here, with one reason for each step."""
+    function, choice = resolve_on_cpu(requested)
+    assert choice.requested == requested
+    assert choice.used == ("eager" if requested == "eager" else "sdpa")
+    assert function is (eager if requested == "eager" else sdpa)
+    passed_over = [requested, *FALLBACKS[requested]]
+    passed_over = passed_over[: passed_over.index(choice.used)]
+    reasons = choice.reason.split("; ") if choice.reason else []
+    assert [reason.split(":")[0] for reason in reasons] == passed_over
+    assert all("needs a CUDA device, not cpu" in reason for reason in reasons)
+
+
+def test_fa3_falls_to_fa2_then_sdpa_then_eager() -> None:
+    assert FALLBACKS["fa3"] == ("fa2", "sdpa", "eager")
+
+
+def test_auto_on_a_cpu() -> None:
+    function, choice = resolve_on_cpu("auto")
+    assert function is sdpa and choice.used == "sdpa" and choice.reason is not None
+
+
+def resolve_on_cpu(requested: str) -> tuple[attention.AttentionFunction, attention.Choice]:
+    return resolve_attention(
+        requested,
+        device="cpu",
+        dtype=torch.float32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        seq_len=32,
+    )
+
+
+def test_reasons_of_a_cuda_device_without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reasons themselves need no card: float32 is judged before, a missing package at import."""
+    cuda = torch.device("cuda")
+    for name in ("fa4", "fa3", "fa2", "cudnn"):
+        assert "no float32 kernel" in str(try_backend(name, Shape(1, 64, 2, 2, 64, torch.float32, cuda))[1])
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    reason = try_backend("fa2", Shape(1, 64, 2, 2, 64, torch.bfloat16, cuda))[1]
+    assert "flash-attn cannot be imported" in str(reason)
+
+
+def test_broken_build_becomes_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package built for another torch raises something else than ImportError when it is imported."""
+
+    class Broken(types.ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise OSError("undefined symbol: _ZN3c104cuda9SetDeviceEi\nmore lines")
+
+    monkeypatch.setitem(sys.modules, "flash_attn", Broken("flash_attn"))
+    reason = try_backend("fa2", Shape(1, 64, 2, 2, 64, torch.bfloat16, torch.device("cuda")))[1]
+    assert reason == ("flash-attn cannot be imported (OSError: undefined symbol: _ZN3c104cuda9SetDeviceEi)")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda q, k, v: sdpa(q, k, v.flip(1)), "gives wrong results here"),
+        (lambda q, k, v: q * k.mean() * v.mean(), "gives wrong results here"),
+        (lambda q, k, v: q @ k, "does not run on this device"),
+    ],
+)
+def test_kernel_that_does_not_work_is_not_taken(
+    function: attention.AttentionFunction, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LOADERS, "sdpa", lambda: function)
+    chosen, choice = resolve_on_cpu("sdpa")
+    assert chosen is eager and choice.used == "eager"
+    assert choice.reason is not None and choice.reason.startswith("sdpa: ") and message in choice.reason
+
+
+def test_backends_for_the_doctor() -> None:
+    backends = attention_backends("cpu")
+    assert list(backends) == ["fa4", "fa3", "fa2", "cudnn", "sdpa", "eager"]
+    assert backends["sdpa"] is None and backends["eager"] is None
+    assert "CUDA" in str(backends["fa3"])
+
+
+def test_choosing_leaves_the_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    resolve_on_cpu("fa3")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_auto_measures_on_cuda() -> None:
+    _, choice = resolve_attention(
+        "auto",
+        device="cuda",
+        dtype=torch.bfloat16,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=128,
+        seq_len=2048,
+    )
+    assert choice.used in attention.AUTO_ORDER
+    assert choice.reason is not None and f"{choice.used} " in choice.reason and "TFLOP/s" in choice.reason
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_model_runs_the_kernel_it_was_given(backend: str) -> None:
+    decoder = build_model(run_config(QWEN3, attention=backend), device="cpu")
+    batch = tokens(2, 25)
+    kernels = profile_kernels(lambda: decoder(batch[:, :-1], batch[:, 1:]).backward(), "cpu")
+    assert kernels_match(backend, kernels, "cpu") is None
+    other = {"sdpa": "eager", "eager": "sdpa"}[backend]
+    assert f"attention {other} was claimed" in str(kernels_match(other, kernels, "cpu"))
