@@ -16,7 +16,7 @@ from mfubench.config import ConfigError, ModelConfig, parse
 from mfubench.flops import count_parameters, flop_terms, flops_per_token
 from mfubench.planner import LAWS, PlanConfig, effective_tokens, evaluate, find_law
 from mfubench.planner_machine import Machine, compute_in_hours, search_on_machine
-from mfubench.planner_search import build_model, search, shapes
+from mfubench.planner_search import build_model, isoflop_curve, search, shapes
 from mfubench.presets import load_model
 
 BUDGET = 1.36e21
@@ -314,3 +314,21 @@ def test_command_search_wants_one_budget():
 def test_command_search_for_people():
     result = CliRunner().invoke(app, ["search", "--compute", "1e20", "--vocab-size", "32000", "--gpu", "B200"])
     assert "D/N" in result.output and "UNCALIBRATED" in result.output
+
+
+def test_command_figures(tmp_path):
+    arguments = ["figures", "--compute", "1.36e21", "--vocab-size", "128256", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, [*arguments, "--design", "llama3-1.5b:101.909e9"], catch_exceptions=False)
+    assert result.exit_code == 0
+    for name in ("isoflops", "loss-surface"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    for text in ("llama3-1.5b", "llama3-1.5b:many", "llama3-1.5b:-3"):
+        with pytest.raises(ConfigError, match=r"--design"):
+            CliRunner().invoke(app, [*arguments, "--design", text], catch_exceptions=False)
+
+
+def test_isoflop_curve_touches_the_best_design():
+    parameters, tokens, losses = isoflop_curve(plan())
+    best = search(plan(indifference=0.0), count=1)[0]
+    assert losses.min() == pytest.approx(best.loss, abs=1e-9)
+    assert (np.diff(parameters) > 0).all() and (np.diff(tokens) < 0).mean() > 0.9

@@ -56,9 +56,9 @@ class Machine:
     def fits(self, plan: PlanConfig, models: ModelConfig) -> Any:
         """Whether models (one or a grid) train on these cards with a micro-batch of one sequence."""
         any_model = build_model(shapes(plan, (plan.hidden_sizes or widths())[0]), 0)
-        config = plan_run(any_model, self.gpus, **self.run_settings(plan.seq_len))
-        capacity = self.predict(any_model, plan.seq_len).memory_capacity_gib
-        return estimate_memory(config, models, self.calibration.memory).total_gib <= capacity
+        prediction = self.predict(any_model, plan.seq_len)  # its config has `auto` resolved for this card
+        config = prediction.config.model_copy(update={"micro_batch_size": 1})
+        return estimate_memory(config, models, self.calibration.memory).total_gib <= prediction.memory_capacity_gib
 
     def predict(self, model: ModelConfig, seq_len: int) -> Prediction:
         """The run with the largest micro-batch that fits, accumulated to about half a million tokens a step."""

@@ -87,19 +87,47 @@ def shapes(plan: PlanConfig, hidden_size: int) -> SimpleNamespace:
     )
 
 
-def best_design(plan: PlanConfig, grid: SimpleNamespace, fits: Fits | None) -> Design | None:
-    """The row of lowest loss; of losses that are equal for all the law can tell, the preferred head size's."""
-    models = cast(ModelConfig, grid)
-    terms = flop_terms(models, plan.seq_len)
+def isoflop_curve(plan: PlanConfig, bins: int = 200) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """The lowest loss at each size for the plan's budget: (parameters, tokens, loss), each [size], sizes rising.
+
+    Sizes are bins of equal width in log N over a factor of 100 around the textbook optimum; each bin's best shape.
+    """
+    law = find_law(plan.law)
+    centre, _ = law.optimum(plan.compute)
+    edges = np.geomspace(centre / 10, centre * 10, bins + 1)
+    best = np.full((3, bins), np.inf)
+    for hidden_size in plan.hidden_sizes or widths():
+        grid = shapes(plan, hidden_size)
+        if not grid.num_hidden_layers.size:
+            continue
+        parameters, tokens, losses = evaluate_grid(plan, grid)
+        place = np.searchsorted(edges, parameters) - 1
+        for one in np.unique(place[(place >= 0) & (place < bins) & np.isfinite(losses)]):
+            rows = np.flatnonzero(place == one)
+            row = rows[np.argmin(losses[rows])]
+            if losses[row] < best[2, one]:
+                best[:, one] = parameters[row], tokens[row], losses[row]
+    parameters, tokens, losses = best[:, np.isfinite(best[2])]
+    return parameters, tokens, losses
+
+
+def evaluate_grid(plan: PlanConfig, grid: SimpleNamespace) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Parameters, affordable tokens and loss of each shape, each [shape]; an infinite loss is outside ratio_min."""
+    terms = flop_terms(cast(ModelConfig, grid), plan.seq_len)
     parameters = np.asarray(terms.parameters)
     tokens = affordable_tokens(plan, parameters, np.asarray(flops_per_token(terms, plan.convention)))
     worth = tokens if plan.unique_tokens is None else effective_tokens(tokens, plan.unique_tokens)
-    allowed = tokens >= (plan.ratio_min or 0.0) * parameters
+    losses = find_law(plan.law).loss(parameters, worth)
+    return parameters, tokens, np.where(tokens >= (plan.ratio_min or 0.0) * parameters, losses, np.inf)
+
+
+def best_design(plan: PlanConfig, grid: SimpleNamespace, fits: Fits | None) -> Design | None:
+    """The row of lowest loss; of losses that are equal for all the law can tell, the preferred head size's."""
+    parameters, tokens, losses = evaluate_grid(plan, grid)
     if fits is not None:
-        allowed &= fits(models)
-    if not allowed.any():
+        losses = np.where(fits(cast(ModelConfig, grid)), losses, np.inf)
+    if not np.isfinite(losses).any():
         return None
-    losses = np.where(allowed, find_law(plan.law).loss(parameters, worth), np.inf)
     equal = np.flatnonzero(losses <= losses.min() + plan.indifference)
     preferred = equal[grid.head_dim_preference[equal] == grid.head_dim_preference[equal].min()]
     row = int(preferred[np.argmin(losses[preferred])])

@@ -139,6 +139,41 @@ def search(
         typer.echo(format_designs(plan, designs, prices))
 
 
+@app.command()
+def figures(
+    vocab_size: Annotated[int, typer.Option(help="Rows of the embedding.")],
+    compute: Annotated[float, typer.Option(help="Budget in FLOPs, counted by --convention.")],
+    output: Annotated[Path, typer.Option(help="Folder for isoflops.png and loss-surface.png.")],
+    design: Annotated[list[str] | None, typer.Option(help="PRESET:TOKENS to mark (repeatable).")] = None,
+    seq_len: Annotated[int, typer.Option()] = 2048,
+    law: Law = "hoffmann",
+    convention: Annotated[Literal["palm", "matmul", "causal"], typer.Option(help="How FLOPs are counted.")] = "matmul",
+    dark: Annotated[bool, typer.Option("--dark", help="On a dark background.")] = False,
+) -> None:
+    """Draw isoflop curves and the loss surface of a budget, with given designs as points."""
+    from mfubench.analysis.figures.style import DARK, LIGHT
+    from mfubench.config import ConfigError, parse
+    from mfubench.planner import PlanConfig, evaluate, find_law, require_positive
+    from mfubench.planner_figures import draw_isoflops, draw_loss_surface
+    from mfubench.presets import load_model
+
+    settings = {"vocab_size": vocab_size, "compute": compute, "seq_len": seq_len, "law": law, "convention": convention}
+    plan = parse(PlanConfig, settings, "plan")
+    designs = []
+    for text in design or []:
+        preset, _, tokens = text.partition(":")
+        try:
+            require_positive(tokens=float(tokens))
+        except ValueError:
+            raise ConfigError(f"--design: found {text!r}; write PRESET:TOKENS, as llama3-1.5b:101.909e9") from None
+        designs.append(evaluate(load_model(preset), float(tokens), seq_len, find_law(law)))
+    output.mkdir(parents=True, exist_ok=True)
+    for name, draw in (("isoflops", draw_isoflops), ("loss-surface", draw_loss_surface)):
+        path = output / f"{name}.png"
+        draw(plan, designs, DARK if dark else LIGHT).savefig(path, metadata={"Software": "mfubench"})
+        typer.echo(str(path))
+
+
 def format_designs(plan: Any, designs: list[Any], prices: list[Any]) -> str:
     """Designs and what they take, for people."""
     lines = [
