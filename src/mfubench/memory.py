@@ -66,12 +66,17 @@ def estimate_memory(
     states = state_bytes(config, model)
     activations = tokens * activation_bytes_per_token(config, model) * fit.activation_factor
     return MemoryEstimate(
-        **{name: value / GIB for name, value in states.items()},
-        activations=activations / GIB,
-        logits=logit_bytes(config, model) / GIB,
+        **{name: gib(value) for name, value in states.items()},
+        activations=gib(activations),
+        logits=gib(logit_bytes(config, model)),
         reserve=fit.reserve_gib,
         context=fit.context_gib,
     )
+
+
+def gib(size_bytes: Any) -> Any:
+    """Bytes in GiB: an array of them as it is, one as a plain number."""
+    return size_bytes / GIB if np.ndim(size_bytes) else float(size_bytes / GIB)
 
 
 def state_bytes(config: RunConfig, model: ModelConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from mfubench.config import ModelConfig, RunConfig, parse
 from mfubench.flops import CONVENTIONS, flop_terms, flops_per_token, mfu
 from mfubench.hardware import find_gpu
 from mfubench.memory import MemoryEstimate, estimate_memory, largest_micro_batch
-from mfubench.step_model import resolve_auto, step_terms
+from mfubench.step_model import resolve_settings, step_terms
 
 ERROR_BAR = "half-width of the 95 % interval"
 
@@ -96,7 +96,7 @@ def predict(
     """
     calibration = calibration or uncalibrated()
     rates = card_rates(gpu, config, ceilings, network_gb_s)
-    config = resolve_auto(config, rates)
+    config = resolve_settings(config, rates)
     modelled = step_terms(config, rates)
     terms = {term: calibration.factor(term) * seconds for term, seconds in modelled.items()}
     step_s = sum(terms.values())

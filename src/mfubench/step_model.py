@@ -211,10 +211,15 @@ def slowest_of(cards: int, deviation: float) -> float:
 # --- the step --------------------------------------------------------------------------------------------------------
 
 
-def resolve_auto(config: RunConfig, rates: Rates) -> RunConfig:
-    """What `auto` will turn into on this card: the fastest attention; the loss that suits vocabulary and compiler."""
+def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
+    """What settings will turn into on this card: the fastest attention, the loss that suits vocabulary and compiler.
+
+    Flash kernels have no float32: such a run falls back to torch's own attention.
+    """
     changes: dict[str, str] = {}
-    if config.attention == "auto":
+    if config.dtype == "float32" and config.attention != "eager":
+        changes["attention"] = "sdpa"
+    elif config.attention == "auto":
         changes["attention"] = max(("cudnn", "sdpa"), key=lambda name: rates.attention[name])  # no package needed
     if config.loss == "auto":
         large = config.model.vocab_size >= LARGE_VOCABULARY

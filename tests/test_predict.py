@@ -1,0 +1,457 @@
+"""Prediction: terms against independent counts and first readings, calibration against runs with a known truth."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from factories import make_model, make_run_config, make_run_log
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from mfubench.calibration import as_run, calibrate, observe, read_runs, uncalibrated
+from mfubench.card_rates import TILES, card_rates, datasheet_rates, tile_share
+from mfubench.ceilings.schema import AttentionRate, Ceilings, CollectiveRate, CopyRate, MatmulRate
+from mfubench.cli import app
+from mfubench.config import ConfigError
+from mfubench.flops import flop_terms, flops_per_token
+from mfubench.memory import MemoryFit, estimate_memory, largest_micro_batch
+from mfubench.planner import PlanConfig
+from mfubench.planner_search import build_model, shapes
+from mfubench.predict import check_predictions, format_checks, plan_run, predict
+from mfubench.presets import load_model
+from mfubench.run_log import Choice, RankMemory, write_run_log
+from mfubench.step_model import micro_step_matmuls, slowest_of, step_terms
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+# First readings on one H100, tokens/s: preset, micro-batch, accumulation, attention. The first two are a prototype of
+# this project's training step, the others torchtitan 0.2.2 and nanoGPT (flash attention of torch, compiled).
+READINGS = [
+    ("llama2-1.36b", 8, 4, "cudnn", 67_900),
+    ("llama2-1.36b", 16, 4, "cudnn", 70_050),
+    ("llama3-1.5b", 4, 8, "sdpa", 57_100),
+    ("qwen3-1.8b", 4, 8, "sdpa", 48_300),
+    ("llama3-2.2b", 2, 16, "sdpa", 33_000),
+    ("gpt2-1.36b", 8, 4, "sdpa", 62_850),
+]
+
+
+def run_on(gpu=H100, **overrides):
+    return predict(make_run_config(**overrides), gpu)
+
+
+# --- terms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["gpt2-1.36b", "llama2-1.36b", "llama3-1.5b", "qwen3-1.8b"])
+def test_matmuls_are_those_of_the_flops_formula(preset):
+    config = make_run_config(model=make_model(preset), micro_batch_size=2)
+    counted = sum(one.count * one.flops for one in micro_step_matmuls(config))
+    terms = flop_terms(config.model, config.seq_len)
+    assert counted == 2 * 2048 * (flops_per_token(terms, "matmul") - terms.attention)
+
+
+def test_full_checkpointing_repeats_the_blocks_forward():
+    plain, again = (
+        sum(one.count * one.flops for one in micro_step_matmuls(make_run_config(activation_checkpointing=mode)))
+        for mode in ("none", "full")
+    )
+    blocks = flop_terms(make_model(), 2048).attention_mlp_parameters
+    assert again - plain == 8 * 2048 * 2 * blocks
+
+
+@pytest.mark.parametrize("preset, micro_batch, accumulation, attention, tokens_per_s", READINGS)
+def test_uncalibrated_prediction_covers_the_first_readings(preset, micro_batch, accumulation, attention, tokens_per_s):
+    prediction = run_on(
+        model=make_model(preset),
+        micro_batch_size=micro_batch,
+        gradient_accumulation_steps=accumulation,
+        attention=attention,
+    )
+    assert prediction.tokens_per_s == pytest.approx(tokens_per_s, rel=0.08)
+    assert abs(prediction.tokens_per_s / tokens_per_s - 1) < prediction.error_fraction < 0.2
+
+
+def test_terms_where_a_profile_saw_them():
+    """llama2-1.36b, 65,536 tokens, one H100: matmuls 690 ms, attention 109, elementwise 110, optimizer and sums 36."""
+    terms = run_on(attention="cudnn", loss="full").terms_s
+    for term, seconds in (("matmul", 0.690), ("attention.cudnn", 0.109), ("elementwise", 0.110), ("optimizer", 0.036)):
+        assert terms[term] == pytest.approx(seconds, rel=0.1)
+
+
+def test_terms_sum_to_the_step_and_mfu_follows():
+    prediction = run_on(world_size=4, parallelism="ddp")
+    assert sum(prediction.terms_s.values()) == pytest.approx(prediction.step_time_s)
+    assert prediction.tokens_per_s == pytest.approx(4 * prediction.tokens_per_s_per_gpu)
+    assert prediction.mfu["palm"] == pytest.approx(prediction.tokens_per_s_per_gpu * 8.784175104e9 / 989.4e12)
+    assert prediction.mfu["palm"] > prediction.mfu["matmul"] > prediction.mfu["causal"]
+
+
+def rate(**overrides) -> float:
+    return run_on(**overrides).tokens_per_s_per_gpu
+
+
+def test_what_must_be_slower_is_slower():
+    base = rate()
+    assert rate(micro_batch_size=1) < base < rate(micro_batch_size=16)
+    assert rate(compile="none") < base
+    assert rate(attention="eager") < rate(attention="sdpa") < base
+    assert rate(activation_checkpointing="full") < rate(activation_checkpointing="selective") < base
+    assert rate(dtype="float32", attention="fa3") == rate(dtype="float32", attention="sdpa") < base / 1.5
+    assert rate(dtype="float32", tf32=False) < rate(dtype="float32")
+    tiny = {"model": make_model("llama2-tiny"), "seq_len": 256, "compile": "none", "micro_batch_size": 1}
+    assert rate(**tiny) < rate(**tiny, cuda_graphs=True) / 2  # the CPU launches slower than the GPU computes
+
+
+@pytest.mark.parametrize("parallelism", ["ddp", "zero1", "fsdp"])
+def test_communication_costs_less_when_accumulated_and_more_over_a_network(parallelism):
+    def loss_of_rate(accumulation: int, **more) -> float:
+        one = rate(gradient_accumulation_steps=accumulation)
+        many = rate(gradient_accumulation_steps=accumulation, world_size=8, parallelism=parallelism, **more)
+        return 1 - many / one
+
+    if parallelism == "ddp":
+        assert 0 < loss_of_rate(16) < loss_of_rate(1) < 0.1
+    assert loss_of_rate(1, nnodes=8) > loss_of_rate(1, nnodes=2) > loss_of_rate(1)
+
+
+def test_slower_links_cost_more():
+    nvlink, pcie = (
+        run_on(gpu, world_size=4, parallelism="fsdp", gradient_accumulation_steps=1, micro_batch_size=2)
+        for gpu in ("NVIDIA A100-SXM4-80GB", "NVIDIA A10")
+    )
+    share = [one.terms_s["communication"] / one.step_time_s for one in (nvlink, pcie)]
+    assert share[0] < share[1]
+
+
+def test_the_slowest_of_more_cards_is_slower():
+    # expected maximum of 2 and 8 standard normals: 0.564 and 1.424
+    assert slowest_of(1, 0.01) == 0
+    assert slowest_of(2, 0.01) == pytest.approx(0.00564, rel=0.05)
+    assert slowest_of(8, 0.01) == pytest.approx(0.01424, rel=0.05)
+
+
+@given(rows=st.integers(1, 20_000), inner=st.integers(1, 20_000), columns=st.integers(1, 200_000))
+def test_tile_share_is_a_share(rows, inner, columns):
+    assert 0 < tile_share(rows, inner, columns, 132) <= 1
+    assert tile_share(rows, inner, columns, None) == 1
+
+
+def test_whole_waves_fill_the_card():
+    rows, columns, _ = TILES[0]
+    assert tile_share(rows * 132, 2048, columns, 132) == 1
+    assert tile_share(rows * 133, 2048, columns, 132) < 0.95  # one tile too many: a second wave, or smaller tiles
+
+
+# --- ceilings --------------------------------------------------------------------------------------------------------
+
+
+def make_ceilings(device_name=H100, matmul_tflops=800.0, operand_gb_s=2500.0, **overrides) -> Ceilings:
+    """A card whose matmuls obey the model exactly."""
+    matmuls = []
+    for m, k, n in ((16384, 2304, 6912), (16384, 2304, 2304), (16384, 2304, 12288), (8192, 8192, 8192)):
+        flops, moved = 2.0 * m * k * n, 2 * (m * k + k * n + m * n)
+        seconds = flops / (matmul_tflops * 1e12 * tile_share(m, k, n, 132)) + moved / (operand_gb_s * 1e9)
+        shape = {"name": "qkv", "product": "forward", "arithmetic": "bf16", "m": m, "k": k, "n": n}
+        measured = flops / seconds / 1e12
+        quartiles = (measured, measured, measured)
+        matmuls.append(
+            MatmulRate(model="m", calls_per_step=1, tflops=measured, tflops_quartiles=quartiles, seconds=2.0, **shape)
+        )
+    fields = {
+        "measured_at": "2026-03-02T09:00:00+00:00",
+        "total_s": 60.0,
+        "host": "node-1",
+        "device": "cuda",
+        "device_name": device_name,
+        "threads": 8,
+        "environment": {},
+        "seconds": 2.0,
+        "matmuls": matmuls,
+        "copy_rate": CopyRate(bytes=2**30, gb_s=2960.0),
+    }
+    return Ceilings(**(fields | overrides))
+
+
+def test_ceilings_replace_the_datasheet():
+    config = make_run_config(world_size=4, parallelism="ddp")
+    attention = AttentionRate(
+        model="m", backend="cudnn", dtype="bfloat16", batch_size=8, seq_len=4096, query_heads=18, key_value_heads=18,
+        head_dim=128, forward_tflops=450.0, forward_backward_tflops=400.0,
+    )  # fmt: skip
+    collectives = [
+        CollectiveRate(operation="all_reduce", backend="nccl", world_size=ranks, bytes=size, time_s=0.1, bus_gb_s=bus)
+        for ranks, size, bus in ((2, 2**30, 300.0), (4, 2**20, 20.0), (4, 2**30, 340.0))
+    ]
+    rates = card_rates(H100, config, [make_ceilings(attention=[attention], collectives=collectives)])
+    assert rates.matmul_tflops == pytest.approx(800) and rates.operand_gb_s == pytest.approx(2500)
+    assert rates.bandwidth_gb_s == 2960
+    assert rates.link_gb_s == 340  # the largest message of four ranks
+    assert rates.attention["cudnn"] == pytest.approx(400 * (1 + 600 / 4096) / (1 + 600 / 2048))
+    assert rates.attention["sdpa"] == datasheet_rates(H100, config).attention["sdpa"]  # not measured
+    assert set(rates.measured) == {"attention", "bandwidth_gb_s", "link_gb_s", "matmul_tflops", "operand_gb_s"}
+
+
+def test_ceilings_of_another_card_change_nothing():
+    config = make_run_config()
+    assert card_rates("B200", config, [make_ceilings()]) == datasheet_rates("B200", config)
+
+
+# --- calibration -----------------------------------------------------------------------------------------------------
+
+TRUTH = {"matmul": 1.15, "attention.cudnn": 0.8, "elementwise": 1.3, "optimizer": 1.2, "communication": 2.0}
+
+
+def measured_run(noise=0.0, seed=0, **overrides):
+    """A run log whose step takes what the model says, times TRUTH."""
+    config = make_run_config(**{"loss": "full", **overrides})
+    terms = step_terms(config, datasheet_rates(H100, config))
+    step_s = sum(TRUTH.get(term, 1.0) * seconds for term, seconds in terms.items())
+    step_s *= 1 + noise * np.random.default_rng(seed).standard_normal()
+    estimate = estimate_memory(config)
+    reserved = estimate.allocated_gib + 0.2 * estimate.activations + 2.5
+    memory = [RankMemory(rank=rank, peak_reserved_gib=reserved, peak_rss_gib=3.0) for rank in range(config.world_size)]
+    return make_run_log(step_time_s=step_s, config=config, name=config.name, memory=memory)
+
+
+def study(noise=0.0) -> list:
+    """Two models, several batch sizes, 1, 2 and 4 GPUs."""
+    logs = []
+    for preset in ("llama2-1.36b", "llama3-1.5b"):
+        for gpus in (1, 2, 4):
+            for micro_batch, accumulation in ((2, 4), (8, 1), (8, 4), (16, 2)):
+                logs.append(
+                    measured_run(
+                        noise,
+                        seed=len(logs),
+                        name=f"scaling/{preset}-{gpus}-{micro_batch}-{accumulation}",
+                        model=make_model(preset),
+                        world_size=gpus,
+                        parallelism="none" if gpus == 1 else "ddp",
+                        micro_batch_size=micro_batch,
+                        gradient_accumulation_steps=accumulation,
+                    )
+                )
+    return logs
+
+
+def test_calibration_finds_the_truth_and_says_how_sure():
+    calibration = calibrate(observe(study()))
+    assert calibration.left_out_runs < 0.01 and calibration.left_out_models < 0.02
+    unseen = measured_run(model=make_model("qwen3-1.8b"), micro_batch_size=6, world_size=4, parallelism="ddp")
+    prediction = predict(unseen.config, H100, calibration=calibration)
+    truth = unseen.measured_steps()[0].step_time_s
+    assert prediction.step_time_s == pytest.approx(truth, rel=0.02)
+    assert prediction.error_fraction < 0.06
+    assert prediction.calibrated and "24 runs on h100-sxm" in prediction.basis
+    assert "datasheet" in prediction.basis
+
+
+def test_one_model_at_one_gpu_predicts_the_rest_within_five_percent():
+    observations = observe(study(noise=0.005))
+    checks = check_predictions(observations, fit_model="llama2-1.36b", fit_gpus=1)
+    assert sum(check.fitted for check in checks) == 4
+    assert max(abs(check.error_fraction) for check in checks) < 0.05
+    table = format_checks(checks)
+    assert table.count("\n") == 2 + len(checks) and "llama3-1.5b" in table
+
+
+def test_error_bars_cover_what_was_not_seen():
+    """Each noisy run left out: nearly all lie inside the bar of the fit to the others."""
+    observations = observe(study(noise=0.02))
+    inside = 0
+    for position, one in enumerate(observations):
+        rest = calibrate([*observations[:position], *observations[position + 1 :]])
+        error = rest.step_seconds(one.terms) / one.step_s - 1
+        inside += abs(error) <= rest.error_fraction(one.terms, one.gpu)
+    assert inside >= 0.9 * len(observations)
+
+
+def test_leave_one_out_does_not_know_the_run_it_predicts():
+    """A run that is 30 % off stays 25 % off when it is left out, whatever the others say."""
+    logs = study()
+    odd = logs[0].model_copy(
+        update={"steps": [step.model_copy(update={"step_time_s": 1.3 * step.step_time_s}) for step in logs[0].steps]}
+    )
+    checks = check_predictions(observe([odd, *logs[1:]]))
+    assert checks[0].error_fraction > 0.25
+    assert not any(check.fitted for check in checks)
+
+
+def test_a_term_that_no_run_has_stays_at_its_prior():
+    calibration = calibrate(observe([measured_run()]))
+    assert calibration.factor("attention.sdpa") == uncalibrated().factor("attention.sdpa") == 1.0
+    assert (
+        calibration.left_out_runs is None
+        and "not known from one run" in predict(make_run_config(), H100, calibration=calibration).basis
+    )
+
+
+def test_another_card_widens_the_bar():
+    calibration = calibrate(observe(study()))
+    config = make_run_config(loss="full")
+    here, there = predict(config, H100, calibration=calibration), predict(config, "B200", calibration=calibration)
+    assert here.error_fraction < there.error_fraction < predict(config, "B200").error_fraction + 0.05
+    assert "b200 is another card" in there.basis
+
+
+def test_uncalibrated_says_so():
+    prediction = run_on("B200")
+    assert not prediction.calibrated and prediction.basis.startswith("UNCALIBRATED")
+    assert 0.1 < prediction.error_fraction < 0.3
+
+
+def test_runs_are_taken_as_they_ran():
+    log = measured_run(attention="fa4", compile="model", loss="auto")
+    log.used["attention"] = Choice(requested="fa4", used="sdpa", reason="no fa4 here")
+    log.used["loss"] = Choice(requested="auto", used="chunked")
+    config = as_run(log)
+    assert (config.attention, config.loss, config.compile) == ("sdpa", "chunked", "model")
+    assert "attention.sdpa" in observe([log])[0].terms
+
+
+def test_only_gpu_runs_that_measured_something_count():
+    logs = [
+        make_run_log(device="cpu"),
+        make_run_log(status="oom", reason="out of memory", steps=[]),
+        measured_run(),
+    ]
+    assert [one.name for one in observe(logs)] == [logs[2].name]
+    assert calibrate(observe(logs[:2])).runs == ()
+
+
+def test_memory_is_calibrated_on_peaks():
+    fit = calibrate(observe(study())).memory
+    assert fit.activation_factor == pytest.approx(1.2, abs=0.02)
+    assert fit.reserve_gib == pytest.approx(2.5, abs=0.3)
+    assert fit.error_fraction == 0.02 and "24 runs" in fit.source
+
+
+def test_reading_runs(tmp_path):
+    with pytest.raises(ConfigError, match="no such folder"):
+        read_runs([tmp_path / "nowhere"])
+    (tmp_path / "machine.json").write_text('{"cards": []}')
+    with pytest.raises(ConfigError, match="no run JSON"):
+        read_runs([tmp_path])
+    write_run_log(tmp_path / "runs" / "tiers" / "tier1.json", measured_run())
+    assert len(read_runs([tmp_path])) == 1
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "preset, micro_batch, gib", [("llama3-1.5b", 4, 40), ("qwen3-1.8b", 4, 51), ("llama3-2.2b", 2, 49)]
+)
+def test_memory_covers_the_first_readings(preset, micro_batch, gib):
+    """Of torchtitan 0.2.2 on one H100: float32 masters, bf16 compute, all logits, compiled blocks."""
+    config = make_run_config(model=make_model(preset), micro_batch_size=micro_batch, loss="full", compile="block")
+    assert estimate_memory(config).allocated_gib == pytest.approx(gib, rel=0.06)
+
+
+def test_states_are_eighteen_bytes_a_parameter_and_sharded():
+    parameters = 1_294_159_104
+    alone = estimate_memory(make_run_config())
+    states = (alone.weights, alone.masters, alone.moments, alone.gradients)
+    assert [round(one * 2**30 / parameters) for one in states] == [2, 4, 8, 4]
+    whole = estimate_memory(make_run_config(dtype="float32"))
+    assert (whole.weights, whole.masters) == pytest.approx((4 * parameters / 2**30, 0))
+    zero1 = estimate_memory(make_run_config(world_size=4, parallelism="zero1"))
+    assert zero1.masters == pytest.approx(alone.masters / 4) and zero1.moments == pytest.approx(alone.moments / 4)
+    assert (zero1.weights, zero1.gradients) == (alone.weights, alone.gradients)
+    fsdp = estimate_memory(make_run_config(world_size=4, parallelism="fsdp"))
+    assert fsdp.gradients < zero1.gradients and fsdp.weights < zero1.weights
+
+
+def test_what_saves_memory_saves_memory():
+    def total(**overrides) -> float:
+        return estimate_memory(make_run_config(**overrides)).total_gib
+
+    assert total(activation_checkpointing="full") < total(activation_checkpointing="selective") < total()
+    assert total(compile="model") < total(compile="none") < total(compile="none", attention="eager")
+    qwen = {"model": make_model("qwen3-1.8b"), "micro_batch_size": 8}
+    assert total(**qwen, loss="chunked") < total(**qwen, loss="full")
+
+
+def test_memory_counts_grids_as_it_counts_models():
+    plan = PlanConfig(compute=1e21, vocab_size=128_256)
+    grid = shapes(plan, 2048)
+    for overrides in ({"parallelism": "fsdp", "world_size": 8}, {"compile": "none", "loss": "full"}):
+        config = make_run_config(**overrides)
+        totals = estimate_memory(config, grid).total_gib
+        for row in (0, 17, totals.size - 1):
+            assert totals[row] == pytest.approx(estimate_memory(config, build_model(grid, row)).total_gib)
+
+
+@settings(max_examples=40, deadline=None)
+@given(capacity=st.floats(10, 300), preset=st.sampled_from(["llama2-1.36b", "qwen3-1.8b"]))
+def test_largest_micro_batch_is_the_last_that_fits(capacity, preset):
+    config = make_run_config(model=make_model(preset))
+
+    def total(size: int) -> float:
+        return estimate_memory(config.model_copy(update={"micro_batch_size": size})).total_gib
+
+    largest = largest_micro_batch(config, capacity)
+    assert largest == 0 or total(largest) <= capacity
+    assert total(largest + 1) > capacity
+
+
+def test_memory_fit_moves_the_estimate():
+    config = make_run_config()
+    more = estimate_memory(config, fit=MemoryFit(activation_factor=1.5))
+    assert more.activations == pytest.approx(1.5 * estimate_memory(config).activations)
+    assert dataclasses.replace(more, activations=0.0).allocated_gib < more.allocated_gib
+
+
+# --- command line ----------------------------------------------------------------------------------------------------
+
+
+def run_command(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["predict", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_command_predicts_as_the_function_does():
+    result = json.loads(
+        run_command("llama2-1.36b", "--gpu", "B200", "--gpus", "8", "--micro-batch-size", "24", "--json")
+    )
+    config = plan_run(load_model("llama2-1.36b"), 8, micro_batch_size=24, gradient_accumulation_steps=8)
+    assert result == json.loads(json.dumps(predict(config, "B200").to_dict()))
+    assert result["calibrated"] is False and result["fits"] is True
+    assert result["config"]["attention"] == "cudnn" and result["config"]["loss"] == "full"
+
+
+def test_command_takes_the_largest_micro_batch_that_fits():
+    result = json.loads(run_command("qwen3-1.8b", "--gpu", "H100 SXM", "--json"))
+    assert result["config"]["micro_batch_size"] == result["largest_micro_batch_size"] > 1
+    assert result["memory_gib"]["total"] <= result["memory_capacity_gib"]
+
+
+def test_command_calibrates_on_a_folder(tmp_path):
+    for log in study()[:6]:
+        write_run_log(tmp_path / f"{log.config.case}.json", log)
+    (tmp_path / "ceilings.json").write_text(make_ceilings().model_dump_json())
+    text = run_command(
+        "llama2-1.36b", "--gpu", "H100 SXM", "--runs", str(tmp_path), "--ceilings", str(tmp_path / "ceilings.json")
+    )
+    assert "Calibrated on 6 runs" in text and "measured ceilings" in text
+    assert "UNCALIBRATED" in run_command("llama2-1.36b", "--gpu", "H100 SXM")
+
+
+def test_command_says_what_is_wrong():
+    for arguments, words in (
+        (["llama3-8b", "--gpu", "H100 SXM"], "does not fit"),
+        (["llama2-1.36b", "--gpu", "H1000"], "H1000"),
+        (["llama9", "--gpu", "B200"], "llama9"),
+        (["llama2-1.36b", "--gpu", "B200", "--gpus", "0"], "world_size"),
+        (["llama2-1.36b", "--gpu", "B200", "--micro-batch-size", "0"], "micro_batch_size"),
+        (["gpt2-1.36b", "--gpu", "B200", "--seq-len", "4096"], "seq_len"),
+        (["llama2-1.36b", "--gpu", "Tesla V100-SXM2-32GB"], "bf16"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            CliRunner().invoke(app, ["predict", *arguments], catch_exceptions=False)
