@@ -115,7 +115,7 @@ class Step(Record):
 class Phase(Record):
     """Time outside the steps, on rank 0."""
 
-    kind: Literal["setup", "evaluation", "checkpoint", "profile", "sample", "logging"]
+    kind: Literal["setup", "preheat", "evaluation", "checkpoint", "profile", "sample", "logging"]
     after_step: int
     time_s: float
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from mfubench.config import RunConfig
 from mfubench.model import resolve_attention, resolve_loss
@@ -111,7 +112,7 @@ def resolve_compile(config: RunConfig, device: torch.device) -> Choice:
     if wanted != "none" and config.compile_backend == "inductor":
         if device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
             reason = "torch.compile on a CPU needs a C++ compiler (g++ or clang++), and none is on the PATH"
-        elif device.type == "cuda" and not torch.utils._triton.has_triton():
+        elif device.type == "cuda" and not has_triton():
             reason = "torch.compile on CUDA needs triton, which is not installed or knows no such card"
     return Choice(requested=wanted, used="none" if reason else wanted, reason=reason)
 

@@ -1,27 +1,131 @@
-"""Start the ranks of a run, watch over them, and turn what they did into an exit code."""
+"""Start the ranks of a run, watch over them, and turn what they did into a record and an exit code.
+
+0: a run JSON with status ok, oom, diverged or skipped was written; 75 (EX_TEMPFAIL): stopped by a signal after writing
+a checkpoint, to be resumed; 1: failed, with WORK/failure.json as the record.
+"""
 
 from __future__ import annotations
 
 import argparse
-import subprocess
+import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
 
-from mfubench.train.worker import add_arguments, read_config
-from mfubench.train.worker import main as run_rank
+from mfubench.config import ConfigError, RunConfig
+from mfubench.run_log import read_run_log, read_steps, write_json, write_run_log
+from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
+from mfubench.train.failures import Failure, ranks_folder, read_failures, stop_file
+from mfubench.train.progress import Display
+from mfubench.train.ranks import Ranks
+
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
+WORKER = ("-m", "mfubench.train.worker")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(description="Train one run and write its run JSON.")
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
-    config = read_config(arguments.config)
-    arguments.work.mkdir(parents=True, exist_ok=True)
-    if config.world_size == 1:
-        return run_rank(argv)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.world_size}"]
-    return subprocess.run([*command, "-m", "mfubench.train.worker", *argv], check=False).returncode
+    return launch(make_parser("Train one run and write its run JSON.").parse_args(argv), argv)
+
+
+def launch(arguments: argparse.Namespace, argv: Sequence[str], worker: Sequence[str] = WORKER) -> int:
+    """Run the ranks of this node to their end; `worker` is what Python is told to run as a rank."""
+    paths = paths_of(arguments)
+    try:
+        config = read_config(arguments.config)
+        prepare_folders(paths)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    display = Display(config)
+    # A process that may die inside native code for want of memory must not take the launcher with it.
+    if config.world_size == 1 and config.memory_cap_gib is None and worker == WORKER:
+        from mfubench.train.worker import run_rank  # loads torch, which the launcher of several ranks does not need
+
+        run_rank(arguments, display)
+    else:
+        run_ranks(config, paths, [*worker, *argv], display)
+    display.close()
+    return conclude(paths)
+
+
+def prepare_folders(paths: Paths) -> None:
+    """Make the folders, remove what an earlier attempt left. Raises ConfigError where nothing can be written."""
+    for folder in (ranks_folder(paths.work), paths.output.parent):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            probe = folder / f".probe-{os.getpid()}"
+            probe.write_bytes(b"\0" * 4096)
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); the run's results go there") from None
+    stale = [paths.output, paths.failure, paths.stopped, paths.partial, paths.live, stop_file(paths.work)]
+    for path in [*stale, *ranks_folder(paths.work).glob("failure-*.json")]:
+        path.unlink(missing_ok=True)
+
+
+def run_ranks(config: RunConfig, paths: Paths, command: Sequence[str], display: Display) -> None:
+    """Start this node's ranks as processes and wait for them; signals become the wish to stop."""
+
+    def ask_to_stop(number: int, frame: FrameType | None) -> None:
+        stop_file(paths.work).touch()
+
+    previous = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    ranks = Ranks(config, paths.work, command)
+    try:
+        while not ranks.finished():
+            display.follow(paths.live)
+            time.sleep(0.1)
+    finally:
+        ranks.kill()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def conclude(paths: Paths) -> int:
+    """Read what the ranks left behind; write the record of an out-of-memory or of a failure."""
+    if paths.output.exists():
+        log = read_run_log(paths.output)
+        print(f"{log.name}: {log.status}{f' ({log.reason})' if log.reason else ''}", file=sys.stderr)
+        return 0
+    if paths.stopped.exists():
+        print(f"stopped on request; go on with --resume auto ({paths.stopped})", file=sys.stderr)
+        return STOPPED
+    failures = read_failures(paths.work)
+    if failures and failures[0].kind == "oom" and paths.partial.exists():
+        log = read_run_log(paths.partial)
+        log.status, log.reason = "oom", f"rank {failures[0].rank}: {failures[0].reason}"
+        log.steps = read_steps(paths.steps)
+        write_run_log(paths.output, log)
+        print(f"{log.name}: oom ({log.reason})", file=sys.stderr)
+        return 0
+    record_failure(paths, failures)
+    return 1
+
+
+def record_failure(paths: Paths, failures: list[Failure]) -> None:
+    """Write WORK/failure.json: the cause, every rank's own record, and where the logs and stacks are."""
+    reason = failures[0].reason if failures else "the ranks ended without a result and without a word"
+    stacks = [str(path) for path in sorted(ranks_folder(paths.work).glob("stacks-*.txt")) if path.stat().st_size]
+    write_json(
+        paths.failure,
+        {
+            "status": "failed",
+            "reason": reason,
+            "kind": failures[0].kind if failures else "died",
+            "rank": failures[0].rank if failures else None,
+            "traceback": failures[0].traceback if failures else "",
+            "failures": [asdict(failure) for failure in failures],
+            "stacks": stacks,
+            "logs": str(ranks_folder(paths.work)),
+        },
+    )
+    where = f"rank {failures[0].rank}: " if failures else ""
+    print(f"error: {where}{reason}\n(record: {paths.failure}, logs: {ranks_folder(paths.work)})", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,55 +1,47 @@
-"""The training loop, top to bottom: choose, build, resume, train, finish."""
+"""The training loop, top to bottom."""
 
 from __future__ import annotations
 
 import gc
-import math
-import signal
 import time
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from contextlib import nullcontext
 from pathlib import Path
 
-import psutil
 import torch
 
 from mfubench.config import RunConfig
-from mfubench.run_log import RunLog, Wall, append_step, write_run_log
+from mfubench.run_log import RunLog, write_run_log
+from mfubench.train.arguments import Paths
 from mfubench.train.choices import resolve
-from mfubench.train.control import Control
+from mfubench.train.control import Control, first_lost
 from mfubench.train.environment import capture_environment
+from mfubench.train.gradients import GradientMeter
 from mfubench.train.loader import Batches
-from mfubench.train.meters import Recorder, memory_of
-from mfubench.train.optimizer import Optimizer, learning_rate_at
+from mfubench.train.optimizer import learning_rate_at
 from mfubench.train.process import Process
-from mfubench.train.setup import build_engine, count_parameters, open_data, run_flop_terms, set_flags
+from mfubench.train.progress import Display
+from mfubench.train.reporter import Reporter
+from mfubench.train.setup import set_flags
 from mfubench.train.step import GraphedStep, StepFunction, TrainStep
+from mfubench.train.training import Training, build, evaluate_now, finish, prepare_measurement, save_now
+from mfubench.train.watchdog import Watchdog
 
 
-@dataclass(frozen=True)
-class Paths:
-    """Where a run reads and writes."""
+class Stopped(Exception):
+    """The run was asked to stop, and a checkpoint was written after `done` steps."""
 
-    data: Path
-    work: Path
-    output: Path
-    tokenizer: Path | None = None
-
-    @property
-    def steps(self) -> Path:
-        return self.work / "steps.jsonl"
-
-    @property
-    def partial(self) -> Path:
-        """The run log so far, without steps: what the record of an out-of-memory is made of."""
-        return self.work / "partial.json"
+    def __init__(self, done: int, folder: Path):
+        super().__init__(f"stopped after {done} steps, checkpoint {folder}")
+        self.done, self.folder = done, folder
 
 
-def train(config: RunConfig, paths: Paths, process: Process) -> RunLog:
-    """Train one run on this rank and return its log (complete on rank 0)."""
-    t0 = time.perf_counter()
+def train(
+    config: RunConfig, paths: Paths, process: Process, watchdog: Watchdog, *, resume: bool, display: Display | None
+) -> RunLog:
+    """Train one run as this rank and return its log, complete on rank 0.
 
-    # 1. What is used here
+    Raises ConfigError for what a person must change, and Stopped after a checkpoint on request.
+    """
     resolved = resolve(config, process)
     set_flags(config, resolved, process)
     log = RunLog(
@@ -63,53 +55,84 @@ def train(config: RunConfig, paths: Paths, process: Process) -> RunLog:
     if reason := resolved.missing(config):
         log.status, log.reason = "skipped", reason
         return log
-
-    # 2. Data, model, optimizer
-    train_tokens, _val_tokens, log.dataset = open_data(paths.data, config)
-    model, engine = build_engine(config, resolved, process)
-    log.parameters, log.flop_terms = count_parameters(model, config), run_flop_terms(config)
-    optimizer = Optimizer(engine, config.optimizer, process=process, scale_loss=resolved.dtype == torch.float16)
     if process.is_main:
         write_run_log(paths.partial, log)
-        paths.steps.unlink(missing_ok=True)
-    batches = Batches(train_tokens, config, process, first_position=0, steps=config.max_iters)
-    take_step: StepFunction = TrainStep(model, engine, optimizer)
-    recorder = Recorder(log, config, process)
-    control = Control(config, process)
+    # a graph is captured on a stream that is not the default one; all work is on it, so that nothing waits for another
+    with torch.cuda.stream(torch.cuda.Stream()) if resolved.is_on("cuda_graphs") else nullcontext():
+        training = build(config, paths, process, resolved, log, watchdog, resume)
+        if config.evaluation.only:
+            evaluate_now(training, training.first_step)
+            log.status, log.reason = "ok", None
+        else:
+            run_steps(training, Reporter(paths, log, process, display))
+        finish(training)
+    return log
 
-    # 3. Train
-    training_t0 = time.perf_counter()
+
+def run_steps(training: Training, reporter: Reporter) -> None:
+    """Steps first_step ... max_iters - 1, and what is done between them."""
+    config, log, recorder, optimizer = training.config, training.log, training.recorder, training.optimizer
+    first_step, process, measurement = training.first_step, training.process, config.measurement
+    batches = Batches(training.train_tokens, config, process, training.position, config.max_iters - first_step)
+    eager_step = TrainStep(training.model, training.engine, optimizer)
+    take_step: StepFunction = eager_step
+    gradients = GradientMeter(training.engine, optimizer, process)
+    control = Control(config, process, log)
+
+    if config.evaluation.at_start and first_step == 0:
+        evaluate_now(training, done=0)
+    gc.collect()
+    gc.freeze()  # what lives now stays; what dies later is collected at control points, not within a step
+    gc.disable()
+    t0 = time.perf_counter()
     recorder.begin()
-    for step in range(config.max_iters):
+    for step in range(first_step, config.max_iters):
+        done = step + 1
         inputs, labels, data_time_s = batches.next()
         learning_rate = learning_rate_at(step, config.optimizer)
         optimizer.set_learning_rate(learning_rate)
         loss, grad_norm = take_step(inputs, labels)
-        data_time_s += batches.prefetch()
-        recorder.add(step, "measured", loss, grad_norm, data_time_s, learning_rate)
+        data_time_s += batches.prefetch()  # while the device computes
+        training.position += config.global_batch_size
+        recorder.add(step, loss, grad_norm, data_time_s, learning_rate)
 
-        if control.due(step):
-            steps = recorder.collect()
-            if process.is_main:
-                for record in steps:
-                    append_step(paths.steps, record)
-            lost = next((record for record in steps if record.loss is None or not math.isfinite(record.loss)), None)
-            if lost is not None:
-                log.status, log.reason = "diverged", f"the loss of step {lost.step} is not finite"
-                break
-            control.plan(step, steps)
-    else:
+        if step == first_step:
+            prepare_measurement(training, eager_step, inputs, labels)
+            if training.resolved.is_on("cuda_graphs"):
+                with recorder.phase("setup", done):
+                    take_step = GraphedStep(eager_step, inputs, labels)
+        if measurement.gradient_interval and step % measurement.gradient_interval == 0:
+            with recorder.phase("logging", done):
+                gradients.measure(step)
+        if not control.due(step):
+            continue
+
+        steps = recorder.collect()
+        with recorder.phase("logging", done):
+            log.gradient_statistics += gradients.collect()
+            reporter.report(steps)
+            gc.collect(1)
+            stop, enough = control.agree(step, training.watchdog.stop_requested)
+            training.watchdog.beat()
+        if (lost := first_lost(steps)) is not None:
+            log.status, log.reason = "diverged", f"the loss of step {lost.step} is not finite"
+            break
+        over = enough or done == config.max_iters
+        if due(done, config.evaluation.interval) or (over and config.evaluation.at_end):
+            evaluate_now(training, done)
+        if due(done, config.checkpoint.interval) or (config.checkpoint.at_end if over else stop):
+            folder = save_now(training, done)
+            if stop and not over:
+                raise Stopped(done, folder)
+        if over:
+            break
+    if log.status == "failed":
         log.status, log.reason = "ok", None
-    training_s = time.perf_counter() - training_t0
+    recorder.training_s = time.perf_counter() - t0
+    gc.enable()
+    gc.unfreeze()
+    reporter.close()
 
-    # 4. Finish
-    log.rank_step_times_s = process.gather(recorder.rank_times)
-    log.memory = process.gather(memory_of(process))
-    started_at = psutil.Process().create_time()
-    log.wall = Wall(
-        started_at=datetime.fromtimestamp(started_at, UTC).isoformat(),
-        total_s=time.time() - started_at,
-        training_s=training_s,
-        training_tokens=recorder.tokens_here,
-    )
-    return log
+
+def due(done: int, interval: int | None) -> bool:
+    return interval is not None and done % interval == 0

@@ -23,7 +23,7 @@ from mfubench.train.process import Process
 
 Mark = float | torch.cuda.Event
 StepPhase = Literal["preheat", "compile", "warmup", "measured"]
-PhaseKind = Literal["setup", "evaluation", "checkpoint", "profile", "sample", "logging"]
+PhaseKind = Literal["setup", "preheat", "evaluation", "checkpoint", "profile", "sample", "logging"]
 
 
 class Clock:
@@ -72,20 +72,41 @@ class Recorder:
         self.rank_times: list[float] = []  # of this rank, position by position as log.steps
         self.pending: list[PendingStep] = []
         self.last_mark: Mark = self.clock.mark()
-        self.tokens_here = 0  # trained on by this process's run, over all ranks
+        self.tokens_here = 0  # trained on since this process started, over all ranks
+        self.training_s = 0.0
+        self.stepped = 0  # steps launched by this process
+        self.graphs_compiled = 0
 
     def begin(self) -> None:
         """The next step starts now."""
         self.last_mark = self.clock.mark()
 
-    def add(
-        self, step: int, phase: StepPhase, loss: Tensor, grad_norm: Tensor, data_time_s: float, learning_rate: float
-    ) -> None:
+    def add(self, step: int, loss: Tensor, grad_norm: Tensor, data_time_s: float, learning_rate: float) -> None:
         """Note a step that was just launched; its values stay on the device."""
         values = torch.stack((loss, grad_norm))
         after = self.clock.mark()
+        phase = self.phase_of_step()
         self.pending.append(PendingStep(step, phase, values, self.last_mark, after, data_time_s, learning_rate))
         self.last_mark = after
+        self.stepped += 1
+
+    def phase_of_step(self) -> StepPhase:
+        """What the step just launched counts as. One that compiled something is never measured, whenever it comes."""
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        if compiled != self.graphs_compiled:
+            self.graphs_compiled = compiled
+            return "compile"
+        return "warmup" if self.stepped <= self.config.measurement.warmup_steps else "measured"
+
+    def take_history(self) -> None:
+        """Go on from the steps of earlier processes. Where there were more or fewer ranks, every rank's time of those
+        steps is taken to be rank 0's: the ranks of a step end together."""
+        known = self.log.rank_step_times_s
+        own = known[self.process.rank] if known else [step.step_time_s for step in self.log.steps]
+        self.rank_times = list(own)
+
+    def add_phase(self, kind: PhaseKind, after_step: int, time_s: float) -> None:
+        self.log.phases.append(Phase(kind=kind, after_step=after_step, time_s=time_s))
 
     def collect(self) -> list[Step]:
         """Synchronise, and read out the steps since the last call. Collective: losses are averaged over the ranks."""
@@ -122,7 +143,7 @@ class Recorder:
         t0 = time.perf_counter()
         yield
         self.clock.synchronize()
-        self.log.phases.append(Phase(kind=kind, after_step=after_step, time_s=time.perf_counter() - t0))
+        self.add_phase(kind, after_step, time.perf_counter() - t0)
         self.begin()
 
 

@@ -59,6 +59,12 @@ class Engine(Protocol):
     def gradients(self) -> list[Tensor]: ...
     def publish(self) -> None: ...
 
+    # one tensor a piece (masters, or a moment of AdamW) as named tensors of a checkpoint, and back
+    def fragments(self) -> Iterator[Fragment]: ...
+    def export(self, tensors: list[Tensor]) -> dict[str, Tensor]: ...
+    def targets(self, tensors: list[Tensor]) -> dict[str, Tensor]: ...
+    def take(self, tensors: list[Tensor], loaded: dict[str, Tensor]) -> None: ...
+
 
 @dataclass
 class Slot:
@@ -231,6 +237,40 @@ class FlatEngine:
                 works.append(gather_bucket(self.compute[bucket.start : bucket.end], self.compute[start:end]))
         for work in works:
             work.wait()
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def export(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        """What this rank writes of one tensor a piece: whole parameters, each owned by one rank (zero1: on the host)."""
+        exported = {}
+        for index, bucket in enumerate(self.buckets):
+            whole = tensors[index]
+            if self.sharded:
+                whole = torch.empty(bucket.end - bucket.start, device=tensors[index].device)
+                gather_bucket(whole, tensors[index]).wait()
+            for slot in bucket.slots:
+                if slot.start * self.process.world_size // self.buckets[-1].end == self.process.rank:
+                    start = slot.start - bucket.start
+                    part = whole[start : start + slot.numel].view(slot.parameter.shape)
+                    exported[slot.name] = part.cpu() if self.sharded else part
+        return exported
+
+    def targets(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        """Whole parameters to read into: views of the pieces, or (zero1) host memory for those with a part here."""
+        if self.sharded:
+            return {fragment.name: torch.empty(fragment.shape) for fragment in self.fragments()}
+        return {
+            fragment.name: tensors[fragment.piece][fragment.piece_start :][: fragment.length].view(fragment.shape)
+            for fragment in self.fragments()
+        }
+
+    def take(self, tensors: list[Tensor], loaded: dict[str, Tensor]) -> None:
+        """Copy what was read into the pieces, where `targets` were not views of them."""
+        if not self.sharded:
+            return
+        for fragment in self.fragments():
+            part = loaded[fragment.name].view(-1)[fragment.start : fragment.start + fragment.length]
+            tensors[fragment.piece][fragment.piece_start : fragment.piece_start + fragment.length].copy_(part)
 
 
 def gather_bucket(whole: Tensor, own: Tensor) -> Any:

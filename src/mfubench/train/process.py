@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mfubench.config import ConfigError, RunConfig
+from mfubench.run_log import write_text_atomically
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,37 @@ def start_process(config: RunConfig, timeout_s: float) -> Process:
         torch.cuda.set_device(device)
     if world_size > 1:
         timeout = timedelta(seconds=timeout_s)
+        store = meet(rank, timeout)
+        places = {"rank": rank, "world_size": world_size, "store": store} if store is not None else {}
         if device.type == "cuda":
-            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout)
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout, **places)
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
         else:
-            dist.init_process_group("gloo", timeout=timeout)
+            dist.init_process_group("gloo", timeout=timeout, **places)
     return Process(rank, world_size, local_rank, device)
+
+
+def meet(rank: int, timeout: timedelta) -> dist.Store | None:
+    """The store through which the ranks find each other: rank 0 takes a free port and writes it to a file.
+
+    (A port chosen beforehand may be gone when it is needed.) None under torchrun, which brings an address of its own.
+    """
+    if "MASTER_ADDR" in os.environ or "MFUBENCH_RENDEZVOUS" not in os.environ:
+        return None
+    file = Path(os.environ["MFUBENCH_RENDEZVOUS"])
+    if rank == 0:
+        several_nodes = os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
+        host = socket.getfqdn() if several_nodes else "127.0.0.1"
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        write_text_atomically(file, f"{host} {store.port}")
+        return store
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 did not write its address to {file}")
+        time.sleep(0.05)
+    host, port = file.read_text(encoding="utf-8").split()
+    return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
 
 
 def choose_device(config: RunConfig, local_rank: int) -> torch.device:

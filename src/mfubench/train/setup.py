@@ -18,6 +18,8 @@ from mfubench.flops import flop_terms
 from mfubench.model import Decoder, build_model
 from mfubench.run_log import Dataset, Parameters, RunFlopTerms
 from mfubench.train.choices import Resolved
+from mfubench.train.fsdp import FsdpEngine
+from mfubench.train.modules import checkpoint_activations, compile_model, convert_to_float8
 from mfubench.train.parallel import Engine, FlatEngine
 from mfubench.train.process import Process
 
@@ -57,31 +59,36 @@ def cap_memory(gib: float, process: Process) -> None:
 
 
 def build_engine(config: RunConfig, resolved: Resolved, process: Process) -> tuple[Decoder, Engine]:
-    """The model on its device under its parallelism, compiled as asked, with float32 masters of its parameters."""
+    """The model on its device under its parallelism, with float32 masters of its parameters."""
+    sharded = resolved.used["parallelism"].used == "fsdp"
     model = build_model(
-        config, device=process.device, attention=resolved.attention, loss=resolved.loss, dtype=resolved.dtype
+        config,
+        device="meta" if sharded else process.device,
+        attention=resolved.attention,
+        loss=resolved.loss,
+        dtype=torch.float32 if sharded else resolved.dtype,
     )
-    engine = FlatEngine(
-        model,
-        model.initial_parameters(process.device),
-        process=process,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        shard=resolved.used["parallelism"].used == "zero1",
-    )
+    if resolved.is_on("fp8"):
+        convert_to_float8(model)
+    if config.activation_checkpointing != "none":
+        checkpoint_activations(model, config.activation_checkpointing)
+    accumulation = config.gradient_accumulation_steps
+    engine: Engine
+    if sharded:
+        fsdp = FsdpEngine(model, dtype=resolved.dtype, process=process, gradient_accumulation_steps=accumulation)
+        kept = "kept within a step" if fsdp.keeps_weights else "resharded after each use, too large to be kept"
+        resolved.used["parallelism"].reason = f"gathered weights are {kept}"
+        engine = fsdp
+    else:
+        engine = FlatEngine(
+            model,
+            model.initial_parameters(process.device),
+            process=process,
+            gradient_accumulation_steps=accumulation,
+            shard=resolved.used["parallelism"].used == "zero1",
+        )
     compile_model(model, config, resolved)
     return model, engine
-
-
-def compile_model(model: Decoder, config: RunConfig, resolved: Resolved) -> None:
-    """torch.compile the forward of each block or of the whole model, in place: module names stay as they are."""
-    modules: list[nn.Module] = []
-    if resolved.used["compile"].used == "block":
-        modules = list(model.blocks)
-    elif resolved.used["compile"].used == "model":
-        modules = [model]
-    options = {"mode": config.compile_mode} if config.compile_backend == "inductor" else {}
-    for module in modules:
-        module.forward = torch.compile(module.forward, backend=config.compile_backend, dynamic=False, **options)
 
 
 def count_parameters(model: Decoder, config: RunConfig) -> Parameters:

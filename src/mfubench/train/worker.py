@@ -1,52 +1,61 @@
-"""One rank of a run: `python -m mfubench.train.worker`, started by `launch` (through torchrun for several)."""
+"""One rank of a run: `python -m mfubench.train.worker`, started by `launch` (or by torchrun: the same variables)."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import sys
+import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
-from mfubench.config import RunConfig, parse
-from mfubench.run_log import write_run_log
-from mfubench.train.loop import Paths, train
+from mfubench.config import ConfigError
+from mfubench.run_log import write_json, write_run_log
+from mfubench.train.arguments import make_parser, paths_of, read_config
+from mfubench.train.failures import failure_of, ranks_folder, write_failure
+from mfubench.train.loop import Stopped, train
 from mfubench.train.process import end_process, start_process
+from mfubench.train.progress import Display
+from mfubench.train.watchdog import Watchdog
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", required=True, help="RunConfig as JSON")
-    parser.add_argument("--data", required=True, type=Path, help="folder of a prepared dataset")
-    parser.add_argument("--output", required=True, type=Path, help="run JSON to write")
-    parser.add_argument("--work", required=True, type=Path, help="folder for logs, checkpoints and live state")
-    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, to show sampled tokens as text")
-    parser.add_argument(
-        "--resume",
-        choices=("auto", "never"),
-        default="auto",
-        help="auto: go on from the last checkpoint in WORK; never: start anew and remove WORK's checkpoints",
-    )
-
-
-def read_config(text: str) -> RunConfig:
-    """The RunConfig of --config. Raises ConfigError."""
-    return parse(RunConfig, __import__("json").loads(text), "--config")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Train as one rank of a run.")
-    add_arguments(parser)
-    arguments = parser.parse_args(argv)
+def run_rank(arguments: argparse.Namespace, display: Display | None = None) -> int:
+    """Train as the rank that the environment names; 0, or 1 with a record of the failure in WORK/ranks."""
     config = read_config(arguments.config)
-    paths = Paths(arguments.data, arguments.work, arguments.output, arguments.tokenizer)
-    process = start_process(config, float(os.environ.get("MFUBENCH_TIMEOUT_S", "600")))
+    paths = paths_of(arguments)
+    rank = int(os.environ.get("RANK", "0"))
+    timeout_s = float(os.environ.get("MFUBENCH_TIMEOUT_S", "600"))
+    # torch 2.13 renames it; 2.11 has only the old name
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+    ranks_folder(paths.work).mkdir(parents=True, exist_ok=True)
+    watchdog = Watchdog(paths.work, rank, timeout_s)
     try:
-        log = train(config, paths, process)
+        # collectives time out later than the watchdog, which can say more
+        process = start_process(config, 2 * timeout_s + 60)
+        log = train(config, paths, process, watchdog, resume=arguments.resume == "auto", display=display)
         if process.is_main:
             write_run_log(paths.output, log)
+    except Stopped as stopped:
+        if rank == 0:
+            write_json(paths.stopped, {"step": stopped.done, "checkpoint": str(stopped.folder)})
+    except BaseException as error:
+        write_failure(paths.work, failure_of(rank, error))
+        if not isinstance(error, ConfigError):
+            sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            os._exit(1)  # leaving the process group in order would wait for ranks that are stuck
+        return 1
     finally:
-        end_process()
+        watchdog.close()
+        with contextlib.suppress(Exception):
+            end_process()
     return 0
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_rank(make_parser("Train as one rank of a run.").parse_args(argv))
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The command line of a run and the files it names. No torch here: the launcher starts the ranks before it loads any."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mfubench.config import ConfigError, RunConfig, parse
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where a run reads and writes."""
+
+    data: Path
+    work: Path
+    output: Path
+    tokenizer: Path | None = None
+
+    @property
+    def steps(self) -> Path:
+        """One line a step, as they happen."""
+        return self.work / "steps.jsonl"
+
+    @property
+    def partial(self) -> Path:
+        """The run log without steps, written before training: what the record of an out-of-memory is made of."""
+        return self.work / "partial.json"
+
+    @property
+    def live(self) -> Path:
+        """The last values, for who watches."""
+        return self.work / "live.json"
+
+    @property
+    def failure(self) -> Path:
+        return self.work / "failure.json"
+
+    @property
+    def stopped(self) -> Path:
+        """Written after a stop on request, with the checkpoint to go on from."""
+        return self.work / "stopped.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.work / "checkpoints"
+
+    @property
+    def trackers(self) -> Path:
+        return self.work / "trackers"
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--config", required=True, help="RunConfig as JSON")
+    parser.add_argument("--data", required=True, type=Path, help="folder of a prepared dataset")
+    parser.add_argument("--output", required=True, type=Path, help="run JSON to write")
+    parser.add_argument("--work", required=True, type=Path, help="folder for logs, checkpoints and live state")
+    parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, to show sampled tokens as text")
+    parser.add_argument(
+        "--resume",
+        choices=("auto", "never"),
+        default="auto",
+        help="auto: go on from the last checkpoint in WORK; never: start anew and remove WORK's checkpoints",
+    )
+    return parser
+
+
+def paths_of(arguments: argparse.Namespace) -> Paths:
+    return Paths(arguments.data, arguments.work, arguments.output, arguments.tokenizer)
+
+
+def read_config(text: str) -> RunConfig:
+    """The RunConfig of --config. Raises ConfigError."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--config: is no JSON ({error})") from None
+    return parse(RunConfig, values, "--config")

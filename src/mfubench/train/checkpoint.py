@@ -1,0 +1,194 @@
+"""Checkpoints: folders WORK/checkpoints/step-XXXXXX that are whole or not there.
+
+A folder is written under another name and renamed once every rank has written its part, so that a process killed at
+any instant leaves the previous checkpoint usable. It holds what torch.distributed.checkpoint writes:
+
+    master.NAME, exp_avg.NAME, exp_avg_sq.NAME   float32, one whole tensor a parameter, whatever the parallelism
+    step, position, adam_step                    steps done, next unread sequence, AdamW's own count
+    loss_scale, growth_tracker                   float16's scaler
+    rng.cpu.RANK, rng.cuda.RANK                  random states
+
+beside config.json (the RunConfig) and history.json (the run log so far). Since names and shapes do not depend on how
+the run was spread over processes, it can be read at another world size and under another parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from mfubench.config import ConfigError, RunConfig, parse
+from mfubench.run_log import RunLog, write_json, write_text_atomically
+from mfubench.train.optimizer import Optimizer
+from mfubench.train.parallel import Engine
+from mfubench.train.process import Process, host_group
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+BYTES_A_PARAMETER = 12  # three float32 tensors
+HISTORY = ("steps", "rank_step_times_s", "phases", "evaluations", "gradient_statistics", "resumes")
+# What must not change between a checkpoint and the run that goes on from it: weights' shapes and the order of the data
+FIXED = ("model", "dataset", "seq_len", "seed")
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint is made of and restored into."""
+
+    engine: Engine
+    optimizer: Optimizer
+    process: Process
+    config: RunConfig
+
+
+def save(folder: Path, step: int, position: int, state: State, log: RunLog) -> Path:
+    """Write the checkpoint after `step` steps. Collective. Returns its folder."""
+    process = state.process
+    final, temporary = folder / f"step-{step:06d}", folder / f".writing-{step:06d}"
+    if process.is_main:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    process.barrier()
+    tensors = scalars(step, position, state) if process.is_main else {}
+    for kind in KINDS:
+        exported = state.engine.export(pieces(state, kind))
+        tensors |= {f"{kind}.{name}": tensor for name, tensor in exported.items()}
+    tensors |= random_states(process)
+    dcp.save(
+        tensors, checkpoint_id=temporary, process_group=host_group(), no_dist=process.world_size == 1
+    )  # returns when all ranks have written and synchronised their files
+    if process.is_main:
+        write_text_atomically(temporary / "config.json", state.config.to_json() + "\n")
+        write_json(temporary / "history.json", log.model_dump(mode="json", include={*HISTORY, "dataset"}), indent=None)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        if state.config.checkpoint.keep == "last":
+            for other in complete(folder):
+                if other != final:
+                    remove(other)
+    process.barrier()
+    return final
+
+
+def load(path: Path, state: State, log: RunLog) -> tuple[int, int]:
+    """Restore a checkpoint; returns steps done and next position. Raises ConfigError where it belongs to another run."""
+    check_compatible(path, state.config, log)
+    process = state.process
+    known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: tensor.clone() for name, tensor in scalars(0, 0, state).items()}
+    targets = {kind: state.engine.targets(pieces(state, kind)) for kind in KINDS}
+    for kind in KINDS:
+        tensors |= {f"{kind}.{name}": tensor for name, tensor in targets[kind].items()}
+    tensors |= {name: tensor for name, tensor in random_states(process).items() if name in known}
+    dcp.load(tensors, checkpoint_id=path, process_group=host_group(), no_dist=process.world_size == 1)
+    for kind in KINDS:
+        state.engine.take(pieces(state, kind), targets[kind])
+    state.engine.publish()
+    for count in state.optimizer.state("step"):
+        count.copy_(tensors["adam_step"])
+    state.optimizer.scale.copy_(tensors["loss_scale"])
+    state.optimizer.growth_tracker.copy_(tensors["growth_tracker"])
+    restore_random_states(process, tensors)
+    restore_history(path, state.config, log)
+    return int(tensors["step"]), int(tensors["position"])
+
+
+def pieces(state: State, kind: str) -> list[Tensor]:
+    if kind == "master":
+        return [piece.master for piece in state.engine.pieces]
+    return state.optimizer.state(kind)
+
+
+def scalars(step: int, position: int, state: State) -> dict[str, Tensor]:
+    """The same on all ranks; rank 0 writes them."""
+    optimizer = state.optimizer
+    return {
+        "step": torch.tensor(step),
+        "position": torch.tensor(position),
+        "adam_step": optimizer.state("step")[0].cpu(),
+        "loss_scale": optimizer.scale.cpu(),
+        "growth_tracker": optimizer.growth_tracker.cpu(),
+    }
+
+
+def random_states(process: Process) -> dict[str, Tensor]:
+    states = {f"rng.cpu.{process.rank}": torch.get_rng_state()}
+    if process.on_cuda:
+        states[f"rng.cuda.{process.rank}"] = torch.cuda.get_rng_state(process.device)
+    return states
+
+
+def restore_random_states(process: Process, tensors: dict[str, Tensor]) -> None:
+    """A rank that the checkpoint did not have keeps the state of its seed."""
+    if (cpu := tensors.get(f"rng.cpu.{process.rank}")) is not None:
+        torch.set_rng_state(cpu)
+    if (cuda := tensors.get(f"rng.cuda.{process.rank}")) is not None:
+        torch.cuda.set_rng_state(cuda, process.device)
+
+
+def restore_history(path: Path, config: RunConfig, log: RunLog) -> None:
+    """Take over the log's lists. Other ranks' times are dropped where there were more or fewer ranks."""
+    history = json.loads((path / "history.json").read_text(encoding="utf-8"))
+    earlier = RunLog.model_validate_json(json.dumps(log.model_dump(mode="json") | history))
+    for name in HISTORY:
+        setattr(log, name, getattr(earlier, name))
+    if len(log.rank_step_times_s) != config.world_size:
+        log.rank_step_times_s = []
+
+
+def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
+    """Raises ConfigError naming every difference that makes going on impossible."""
+    saved = parse(RunConfig, json.loads((path / "config.json").read_text(encoding="utf-8")), f"{path}/config.json")
+    there, here = saved.model_dump(include=set(FIXED)), config.model_dump(include=set(FIXED))
+    data = json.loads((path / "history.json").read_text(encoding="utf-8"))["dataset"]
+    there["data"] = f"{data['train_tokens']} tokens, tokenizer {data['tokenizer_sha256'][:12]}"
+    if log.dataset is not None:
+        here["data"] = f"{log.dataset.train_tokens} tokens, tokenizer {log.dataset.tokenizer_sha256[:12]}"
+    differences = [f"  {name}: {there[name]} there, {here[name]} here" for name in there if there[name] != here[name]]
+    if differences:
+        raise ConfigError(
+            f"{path}: is a checkpoint of another run than this one:\n" + "\n".join(differences) + "\n"
+            "Go on with the settings it was made with, or start anew with --resume never."
+        )
+
+
+def complete(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first."""
+    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def latest(folder: Path) -> Path | None:
+    return (complete(folder) or [None])[-1]
+
+
+def remove(path: Path) -> None:
+    """Take a checkpoint away: out of sight first, so that a half-deleted one is never read."""
+    hidden = path.with_name(f".removing-{path.name}")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def prepare_folder(folder: Path, resume: bool, config: RunConfig, parameters: int) -> None:
+    """Clear what a killed process left half-written, and everything where the run starts anew.
+
+    Raises ConfigError where a checkpoint that the configuration asks for will not fit on the disk.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not resume:
+        for path in complete(folder):
+            remove(path)
+    for leftover in [*folder.glob(".writing-*"), *folder.glob(".removing-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+    if config.checkpoint.interval is None and not config.checkpoint.at_end:
+        return
+    size, free = parameters * BYTES_A_PARAMETER, shutil.disk_usage(folder).free
+    if size > free:
+        raise ConfigError(
+            f"{folder}: a checkpoint needs {size / 2**30:.1f} GiB, and the disk has {free / 2**30:.1f} GiB free; free "
+            "some space, point the results elsewhere, or switch checkpoints off"
+        )

@@ -1,0 +1,117 @@
+"""How a run may end badly: what kind of end it is, and the record that every rank and the launcher can read.
+
+No torch at import, for the launcher's sake.
+
+A rank that fails writes WORK/ranks/failure-RANK.json before it dies. The other ranks' watchdogs see the file within a
+second and end their processes, whatever collective they are stuck in; the launcher then reads all records and decides.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from mfubench.run_log import write_json
+
+# oom: out of memory, a result - hang: no progress, stacks were written - died: killed from outside or in native code
+# lost: the launcher is gone - error: anything else
+Kind = Literal["oom", "hang", "died", "lost", "error"]
+
+# What out-of-memory looks like when it does not come as an exception of that name. Sources: c10's CPU and CUDA
+# allocators, cuBLAS and cuDNN status names, NCCL ("Failed to CUDA calloc"), glibc, C++.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "std::bad_alloc",
+    "failed to cuda calloc",
+    "failed to cuda host alloc",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "cuda_error_out_of_memory",
+    "cudaerrormemoryallocation",
+)
+# Errors that often are an out-of-memory in disguise: they count as one where the device is as good as full.
+SUSPICIOUS = (
+    "cublas_status_not_initialized",
+    "cudnn_status_not_initialized",
+    "cudnn_status_internal_error",
+    "cudnn_status_execution_failed",
+    "unable to find an engine to execute this computation",
+    "unable to find a valid cudnn algorithm",
+    "ncclunhandledcudaerror",
+    "ncclsystemerror",
+)
+FULL_FRACTION = 0.03  # of the device's memory free, or less: as good as full
+
+
+@dataclass(frozen=True)
+class Failure:
+    rank: int
+    kind: Kind
+    reason: str
+    traceback: str
+    at: float  # seconds since the epoch: the earliest failure is the cause, later ones follow from it
+
+
+def classify(error: BaseException) -> Kind:
+    """Whether an exception is an out-of-memory, by its type or by what it says."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "oom"
+    return "oom" if says_out_of_memory(str(error)) or (is_suspicious(str(error)) and device_is_full()) else "error"
+
+
+def says_out_of_memory(text: str) -> bool:
+    return any(phrase in text.lower() for phrase in OUT_OF_MEMORY)
+
+
+def is_suspicious(text: str) -> bool:
+    return any(phrase in text.lower() for phrase in SUSPICIOUS)
+
+
+def device_is_full() -> bool:
+    """Whether hardly any device memory is left, for this process or at all."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return False
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:  # the context itself is broken
+        return False
+    allowed = total * torch.cuda.get_per_process_memory_fraction()
+    return min(free, allowed - torch.cuda.memory_reserved()) < FULL_FRACTION * total
+
+
+def failure_of(rank: int, error: BaseException) -> Failure:
+    text = "".join(traceback.format_exception(error))
+    reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return Failure(rank, classify(error), reason, text[-8000:], time.time())
+
+
+def ranks_folder(work: Path) -> Path:
+    return work / "ranks"
+
+
+def stop_file(work: Path) -> Path:
+    """Exists once the launcher was told to stop: the ranks then write a checkpoint and end."""
+    return ranks_folder(work) / "stop"
+
+
+def write_failure(work: Path, failure: Failure) -> None:
+    write_json(ranks_folder(work) / f"failure-{failure.rank}.json", asdict(failure))
+
+
+def read_failures(work: Path) -> list[Failure]:
+    """All records, the cause first: an out-of-memory of any rank, else the earliest failure."""
+    failures = [
+        Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in ranks_folder(work).glob("failure-*.json")
+    ]
+    return sorted(failures, key=lambda failure: (failure.kind != "oom", failure.at))

@@ -1,0 +1,127 @@
+"""What a run shows while it goes on: WORK/live.json for other programs, a bar or plain lines for people. No torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mfubench.config import ConfigError, RunConfig
+from mfubench.flops import flop_terms, flops_per_token, mfu
+from mfubench.hardware import peak_for_run
+from mfubench.run_log import RankMemory, RunLog
+
+LINE_PERIOD_S = 5.0  # between plain lines, where the output is no terminal
+
+
+def palm_mfu_of(log: RunLog) -> float | None:
+    """MFU (palm) of one token a second and GPU, a factor for the display; None where the device's peak is not known."""
+    try:
+        peak = peak_for_run(log, None)
+    except ConfigError:
+        return None
+    terms = flop_terms(log.config.model, log.config.seq_len)
+    return mfu(1.0, flops_per_token(terms, "palm"), peak.tflops)
+
+
+def live_values(log: RunLog, memory: RankMemory, allocated_gib: float | None, mfu_factor: float | None) -> dict[str, Any]:
+    """The last step of a run, as a flat record: units in the keys."""
+    config = log.config
+    last = log.steps[-1]
+    recent = sorted(step.step_time_s for step in log.steps[-20:])
+    step_time_s = recent[len(recent) // 2]
+    tokens_per_s = config.tokens_per_step / step_time_s
+    per_gpu = tokens_per_s / config.world_size
+    return {
+        "name": log.name,
+        "step": last.step,
+        "max_iters": config.max_iters,
+        "phase": last.phase,
+        "loss": last.loss,
+        "grad_norm": last.grad_norm,
+        "learning_rate": last.learning_rate,
+        "step_time_s": step_time_s,
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_gpu": per_gpu,
+        "mfu_palm": per_gpu * mfu_factor if mfu_factor is not None else None,
+        "memory_allocated_gib": allocated_gib,
+        "memory_reserved_peak_gib": memory.peak_reserved_gib,
+        "memory_allocated_peak_gib": memory.peak_allocated_gib,
+        "memory_rss_peak_gib": memory.peak_rss_gib,
+        "time_left_s": (config.max_iters - 1 - last.step) * step_time_s,
+        "updated_at": time.time(),
+    }
+
+
+def describe(live: dict[str, Any]) -> str:
+    """One line for people; numbers that are not known are left out."""
+    parts = [f"step {live['step'] + 1}/{live['max_iters']}"]
+    if live["phase"] != "measured":
+        parts.append(live["phase"])
+    parts.append(f"loss {live['loss']:.4f}" if live["loss"] is not None else "loss not finite")
+    if live["mfu_palm"] is not None:
+        parts.append(f"MFU {live['mfu_palm']:.1%} (palm)")
+    parts.append(f"{live['tokens_per_s']:,.0f} tokens/s")
+    if live["memory_allocated_gib"] is not None:
+        parts.append(
+            f"memory {live['memory_allocated_gib']:.1f} GiB (peak {live['memory_allocated_peak_gib']:.1f}, "
+            f"reserved {live['memory_reserved_peak_gib']:.1f})"
+        )
+    else:
+        parts.append(f"memory peak {live['memory_rss_peak_gib']:.2f} GiB")
+    minutes, seconds = divmod(round(live["time_left_s"]), 60)
+    parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
+    return ", ".join(parts)
+
+
+class Display:
+    """A progress bar on a terminal, a line every few seconds elsewhere; on standard error."""
+
+    def __init__(self, config: RunConfig):
+        self.config = config
+        self.bar: Any = None
+        self.last_line = self.last_change = 0.0
+        self.last: dict[str, Any] | None = None
+        self.shown: dict[str, Any] | None = None
+
+    def update(self, live: dict[str, Any]) -> None:
+        self.last = live
+        if sys.stderr.isatty():
+            self.update_bar(live)
+        elif time.monotonic() - self.last_line >= LINE_PERIOD_S:
+            self.print_line(live)
+
+    def print_line(self, live: dict[str, Any]) -> None:
+        self.last_line, self.shown = time.monotonic(), live
+        print(f"{live['name']}: {describe(live)}", file=sys.stderr, flush=True)
+
+    def update_bar(self, live: dict[str, Any]) -> None:
+        if self.bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[values]}"))
+            self.bar = Progress(*columns, console=Console(stderr=True))
+            self.bar.start()
+            self.bar.add_task(self.config.name, total=self.config.max_iters, values="")
+        self.bar.update(self.bar.task_ids[0], completed=live["step"] + 1, values=describe(live))
+
+    def follow(self, path: Path) -> None:
+        """Show what another process wrote to live.json, when it is new."""
+        try:
+            changed = path.stat().st_mtime
+            if changed == self.last_change:
+                return
+            self.last_change = changed
+            self.update(json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return
+
+    def close(self) -> None:
+        """Leave the last values standing."""
+        if self.bar is not None:
+            self.bar.stop()
+        elif self.last is not None and self.last is not self.shown:
+            self.print_line(self.last)

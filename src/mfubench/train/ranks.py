@@ -1,0 +1,126 @@
+"""The processes of a run on this node: one a rank, each with a log of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from mfubench.config import ConfigError, RunConfig
+from mfubench.train.failures import Failure, Kind, ranks_folder, read_failures, says_out_of_memory, write_failure
+
+GRACE_S = 15.0  # for the other ranks to end by themselves after one has failed
+
+
+def node_rank() -> int:
+    """This node's place among those of the run: SLURM's, or torchrun's name for it; 0 on a single node."""
+    return int(os.environ.get("SLURM_NODEID") or os.environ.get("GROUP_RANK") or 0)
+
+
+def rank_environment(config: RunConfig, work: Path, local_rank: int) -> dict[str, str]:
+    """The variables that tell a process which rank it is (torchrun's names)."""
+    ranks_a_node = config.world_size // config.nnodes
+    environment = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "MASTER_PORT")}
+    environment |= {
+        "RANK": str(node_rank() * ranks_a_node + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(config.world_size),
+        "LOCAL_WORLD_SIZE": str(ranks_a_node),
+        "MFUBENCH_LAUNCHER": str(os.getpid()),
+        "MFUBENCH_RENDEZVOUS": str(rendezvous_file(config, work)),
+        "PYTHONUNBUFFERED": "1",
+    }
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_a_node)))
+    return environment
+
+
+def rendezvous_file(config: RunConfig, work: Path) -> Path:
+    """Where rank 0 writes its address. Several nodes share it (WORK is on a shared file system) and no earlier run's."""
+    step = os.environ.get("SLURM_STEP_ID", "0")
+    token = f"{os.environ['SLURM_JOB_ID']}-{step}" if config.nnodes > 1 and "SLURM_JOB_ID" in os.environ else "local"
+    return ranks_folder(work) / f"rendezvous-{token}"
+
+
+class Ranks:
+    """This node's ranks, started on construction."""
+
+    def __init__(self, config: RunConfig, work: Path, command: Sequence[str]):
+        if config.nnodes > 1 and "SLURM_NODEID" not in os.environ and "GROUP_RANK" not in os.environ:
+            raise ConfigError(f"nnodes is {config.nnodes}: start the run once on each node, under srun")
+        self.work, self.capped = work, config.memory_cap_gib is not None
+        if node_rank() == 0:
+            rendezvous_file(config, work).unlink(missing_ok=True)
+        self.oom_kills = count_oom_kills()
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.logs: list[BinaryIO] = []
+        self.failed_at: float | None = None
+        for local_rank in range(config.world_size // config.nnodes):
+            environment = rank_environment(config, work, local_rank)
+            rank = int(environment["RANK"])
+            log = open(self.log_file(rank), "wb")  # noqa: SIM115
+            self.logs.append(log)
+            # own session: a terminal's Ctrl-C reaches the launcher alone, which passes the wish on in order
+            self.processes[rank] = subprocess.Popen(
+                [sys.executable, *command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def log_file(self, rank: int) -> Path:
+        return ranks_folder(self.work) / f"rank-{rank}.log"
+
+    def finished(self) -> bool:
+        """Whether all ranks have ended. The first bad end is recorded, so that every other rank follows."""
+        codes = {rank: process.poll() for rank, process in self.processes.items()}
+        for rank, code in codes.items():
+            if code:
+                self.note_end(rank, code)
+        if self.failed_at is not None and time.monotonic() > self.failed_at + GRACE_S:
+            self.kill()
+        return all(code is not None for code in codes.values())
+
+    def note_end(self, rank: int, code: int) -> None:
+        if self.failed_at is not None:
+            return
+        self.failed_at = time.monotonic()
+        if any(failure.rank == rank for failure in read_failures(self.work)):
+            return
+        ended = f"ended with exit code {code}"
+        if code < 0:
+            ended = f"was killed by {signal.Signals(-code).name}"
+        tail = self.log_file(rank).read_bytes()[-8000:].decode(errors="replace")
+        kind: Kind = "died"
+        if count_oom_kills() > self.oom_kills:
+            kind, ended = "oom", f"{ended}: the kernel's out-of-memory killer was at work"
+        elif self.capped and (says_out_of_memory(tail) or code in (-signal.SIGABRT, -signal.SIGSEGV)):
+            kind, ended = "oom", f"{ended} under a memory cap"
+        write_failure(self.work, Failure(rank, kind, f"the process {ended}", tail, time.time()))
+
+    def kill(self) -> None:
+        """End what is left, at once."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        for log in self.logs:
+            log.close()
+
+
+def count_oom_kills() -> int:
+    """Processes of this control group that the kernel has killed for want of memory; 0 where it does not tell."""
+    try:
+        for line in Path("/sys/fs/cgroup/memory.events").read_text(encoding="utf-8").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return 0

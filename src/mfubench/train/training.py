@@ -1,0 +1,149 @@
+"""A run between being built and being over, and what is done to it between steps: evaluate, save, measure, finish."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from mfubench.config import ConfigError, RunConfig
+from mfubench.data.reader import TokenDataset
+from mfubench.model import Decoder
+from mfubench.model.kernels import kernels_match, profile_kernels
+from mfubench.run_log import Resume, RunLog, Wall, write_run_log
+from mfubench.train import checkpoint
+from mfubench.train.arguments import Paths
+from mfubench.train.choices import Resolved
+from mfubench.train.evaluation import evaluate, sample
+from mfubench.train.meters import Recorder, memory_of
+from mfubench.train.optimizer import Optimizer
+from mfubench.train.parallel import Engine
+from mfubench.train.process import Process
+from mfubench.train.setup import build_engine, count_parameters, open_data, run_flop_terms
+from mfubench.train.step import TrainStep
+from mfubench.train.watchdog import START_FACTOR, Watchdog
+
+
+@dataclass
+class Training:
+    config: RunConfig
+    paths: Paths
+    process: Process
+    resolved: Resolved
+    log: RunLog
+    watchdog: Watchdog
+    model: Decoder
+    engine: Engine
+    optimizer: Optimizer
+    train_tokens: TokenDataset
+    val_tokens: TokenDataset | None
+    recorder: Recorder
+    first_step: int = 0
+    position: int = 0  # the next unread sequence of the endless stream
+
+    @property
+    def state(self) -> checkpoint.State:
+        return checkpoint.State(self.engine, self.optimizer, self.process, self.config)
+
+
+def build(
+    config: RunConfig, paths: Paths, process: Process, resolved: Resolved, log: RunLog, watchdog: Watchdog, resume: bool
+) -> Training:
+    """Data, model and optimizer, from the last checkpoint where there is one to go on from."""
+    t0 = time.perf_counter()
+    train_tokens, val_tokens, log.dataset = open_data(paths.data, config)
+    model, engine = build_engine(config, resolved, process)
+    optimizer = Optimizer(engine, config.optimizer, process=process, scale_loss=resolved.dtype == torch.float16)
+    log.parameters, log.flop_terms = count_parameters(model, config), run_flop_terms(config)
+    if process.is_main:
+        checkpoint.prepare_folder(paths.checkpoints, resume, config, log.parameters.total)
+    process.barrier()
+    recorder = Recorder(log, config, process)
+    training = Training(
+        config, paths, process, resolved, log, watchdog, model, engine, optimizer, train_tokens, val_tokens, recorder
+    )
+    if (latest := checkpoint.latest(paths.checkpoints)) is not None:
+        training.first_step, training.position = checkpoint.load(latest, training.state, log)
+        log.resumes.append(Resume(step=training.first_step, at=datetime.now(UTC).isoformat()))
+        recorder.take_history()
+    elif config.evaluation.only:
+        raise ConfigError(f"{paths.checkpoints}: evaluation.only needs a checkpoint, and there is none")
+    if process.is_main:
+        write_run_log(paths.partial, log)
+    recorder.add_phase("setup", training.first_step, time.perf_counter() - t0)
+    return training
+
+
+def prepare_measurement(training: Training, step: TrainStep, inputs: Tensor, labels: Tensor) -> None:
+    """After the first step: name the kernels of one more forward and backward pass, then let the clocks settle.
+
+    Neither changes weights or optimizer: the losses are those of a run without.
+    """
+    process, recorder, measurement = training.process, training.recorder, training.config.measurement
+    done = training.first_step + 1
+    if measurement.profile:
+        with recorder.phase("profile", done):
+            if process.is_main:
+                training.log.kernels = profile_kernels(
+                    lambda: step.forward_backward(inputs[:1], labels[:1]), process.device
+                )
+                used = training.resolved.used["attention"].used
+                if (mismatch := kernels_match(used, training.log.kernels, process.device)) is not None:
+                    raise RuntimeError(mismatch)
+            else:
+                step.forward_backward(inputs[:1], labels[:1])
+    if measurement.preheat_s > 0:
+        with recorder.phase("preheat", done):
+            t0 = time.perf_counter()
+            hot = False
+            while not hot:
+                step.forward_backward(inputs, labels)
+                recorder.clock.synchronize()
+                training.watchdog.beat(START_FACTOR)
+                seconds = time.perf_counter() - t0 if process.is_main else 0.0
+                hot = process.maximum([int(seconds >= measurement.preheat_s)]) == [1]
+
+
+def evaluate_now(training: Training, done: int) -> None:
+    """Loss on the validation tokens after `done` steps."""
+    assert training.val_tokens is not None  # open_data has seen to it
+    training.watchdog.beat(START_FACTOR)
+    with training.recorder.phase("evaluation", done):
+        training.log.evaluations.append(
+            evaluate(training.model, training.val_tokens, training.config, training.process, done)
+        )
+
+
+def save_now(training: Training, done: int) -> Path:
+    """Write the checkpoint after `done` steps; returns its folder."""
+    training.watchdog.beat(START_FACTOR)
+    with training.recorder.phase("checkpoint", done):
+        training.log.rank_step_times_s = training.process.gather(training.recorder.rank_times)
+        return checkpoint.save(
+            training.paths.checkpoints, done, training.position, training.state, training.log
+        )
+
+
+def finish(training: Training) -> None:
+    """Complete the run log. Collective."""
+    log, process, recorder = training.log, training.process, training.recorder
+    if training.config.sample_tokens and log.status == "ok":
+        training.watchdog.beat(START_FACTOR)
+        with recorder.phase("sample", training.config.max_iters):
+            log.sample = sample(
+                training.model, training.train_tokens, training.config, process, training.paths.tokenizer
+            )
+    log.rank_step_times_s = process.gather(recorder.rank_times)
+    log.memory = process.gather(memory_of(process))
+    started_at = psutil.Process().create_time()
+    log.wall = Wall(
+        started_at=datetime.fromtimestamp(started_at, UTC).isoformat(),
+        total_s=time.time() - started_at,
+        training_s=recorder.training_s,
+        training_tokens=recorder.tokens_here,
+    )

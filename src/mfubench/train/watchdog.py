@@ -1,0 +1,95 @@
+"""A thread of each rank that notices what the main thread, stuck in a collective, cannot: other ranks' ends, hangs."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+from mfubench.train.failures import Failure, ranks_folder, read_failures, stop_file, write_failure
+
+POLL_S = 0.3
+STACKS_GRACE_S = 3.0  # time for the other ranks to write their stacks before this process's end ends the run
+START_FACTOR = 6  # the first step compiles and warms up: it may take so many timeouts
+
+
+class Watchdog:
+    """Watches over one rank from a daemon thread. `stop_requested` is to be looked at between steps."""
+
+    def __init__(self, work: Path, rank: int, timeout_s: float):
+        self.work, self.rank, self.timeout_s = work, rank, timeout_s
+        self.launcher = int(os.environ.get("MFUBENCH_LAUNCHER", os.getpid()))
+        self.stop_requested = False
+        self.over = threading.Event()
+        self.deadline = float("inf")
+        self.stacks = open(ranks_folder(work) / f"stacks-{rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
+        self.beat(START_FACTOR)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.on_signal)
+        self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
+        self.thread.start()
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """First signal: stop after a checkpoint. Second interrupt from the keyboard: at once."""
+        if number == signal.SIGINT and self.stop_requested:
+            raise KeyboardInterrupt
+        self.stop_requested = True
+
+    def beat(self, factor: float = 1.0) -> None:
+        """Progress was made: the next is due within the timeout."""
+        self.deadline = time.monotonic() + factor * self.timeout_s
+        # A thread without Python, in case the interpreter's lock is never given back.
+        faulthandler.dump_traceback_later(2 * factor * self.timeout_s + 60, exit=True, file=self.stacks)
+
+    def close(self) -> None:
+        self.over.set()
+        faulthandler.cancel_dump_traceback_later()
+        self.thread.join()
+        self.stacks.close()
+
+    def watch(self) -> None:
+        while not self.over.wait(POLL_S):
+            if stop_file(self.work).exists():
+                self.stop_requested = True
+            others = [failure for failure in read_failures(self.work) if failure.rank != self.rank]
+            if others:
+                self.write_stacks()
+                self.end(f"rank {others[0].rank} failed ({others[0].reason}); this rank ends with it")
+            if time.monotonic() > self.deadline:
+                self.write_stacks()
+                reason = f"no progress for {self.timeout_s:.0f} s (MFUBENCH_TIMEOUT_S): a hung collective or device"
+                write_failure(self.work, Failure(self.rank, "hang", reason, self.read_stacks(), time.time()))
+                time.sleep(STACKS_GRACE_S)
+                self.end(reason)
+            if not alive(self.launcher):
+                reason = "the launcher is gone"
+                write_failure(self.work, Failure(self.rank, "lost", reason, "", time.time()))
+                self.end(reason)
+
+    def write_stacks(self) -> None:
+        faulthandler.dump_traceback(self.stacks, all_threads=True)
+        self.stacks.flush()
+
+    def read_stacks(self) -> str:
+        return Path(self.stacks.name).read_text(encoding="utf-8")[-8000:]
+
+    def end(self, reason: str) -> None:
+        """End the process from this thread: the main thread may never come back."""
+        print(reason, file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process of this host exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
