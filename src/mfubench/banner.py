@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.flops import CONVENTIONS, FlopTerms, count_parameters, flop_terms, flops_per_token
+
+if TYPE_CHECKING:
+    from mfubench.hardware import Peak
 
 NAMES = {
     "layernorm": "LayerNorm",
@@ -47,26 +52,26 @@ def tokens_per_s_at(mfu: float, terms: FlopTerms, peak_tflops: float) -> float:
     return mfu * peak_tflops * 1e12 / flops_per_token(terms, "palm")
 
 
-def banner(config: RunConfig, peak_tflops: float | None, peak_source: str) -> str:
+def banner(config: RunConfig, peak: Peak | None, note: str = "") -> str:
     """Several lines: architecture, parameters, FLOPs a token by term and convention, peak and the tokens/s at 50 % MFU.
 
-    `peak_tflops`: dense, for the run's dtype; None where the device has no known peak (`peak_source` then says why).
+    `peak` is that of one device for the run's arithmetic; None where there is none, and `note` then says why.
     """
     model, terms, counts = config.model, flop_terms(config.model, config.seq_len), count_parameters(config.model)
     conventions = ", ".join(f"{name} {flops_per_token(terms, name) / 1e9:.3f}" for name in CONVENTIONS)
     lines = [
         f"{model.name}: {architecture(model)}",
-        f"parameters    {counts.total:,} ({counts.matmul:,} in matmuls)",
-        f"GFLOP/token   {conventions}; 6N {6 * counts.total / 1e9:.3f} + attention {terms.attention / 1e9:.3f} "
+        f"parameters     {counts.total:,}, {counts.matmul:,} of them in matmuls",
+        f"GFLOP a token  {conventions}; 6N {6 * counts.total / 1e9:.3f} + attention {terms.attention / 1e9:.3f} "
         f"at {config.seq_len} tokens",
-        f"attention/FFN {attention_to_mlp_ratio(model, config.seq_len):.2f} (FLOPs)",
-        f"batch         {config.micro_batch_size} x {config.gradient_accumulation_steps} accumulated x "
-        f"{config.world_size} GPUs = {config.global_batch_size} sequences, {config.tokens_per_step:,} tokens a step",
+        f"attention/FFN  {attention_to_mlp_ratio(model, config.seq_len):.2f} in FLOPs",
+        f"batch          {config.micro_batch_size} x {config.gradient_accumulation_steps} accumulated x "
+        f"{config.world_size} processes = {config.global_batch_size} sequences = {config.tokens_per_step:,} tokens",
     ]
-    if peak_tflops is None:
-        lines.append(f"peak          unknown: {peak_source}")
+    if peak is None:
+        lines.append(f"peak           unknown: {note}")
     else:
-        half = tokens_per_s_at(0.5, terms, peak_tflops)
-        lines.append(f"peak          {peak_tflops:,.1f} TFLOP/s dense {config.dtype} ({peak_source})")
-        lines.append(f"50 % MFU      {half:,.0f} tokens/s a GPU (palm), {half * config.world_size:,.0f} in all")
+        half = tokens_per_s_at(0.5, terms, peak.tflops)
+        lines.append(f"peak           {peak.tflops:,.4g} TFLOP/s dense {peak.dtype}, {peak.source}")
+        lines.append(f"50 % MFU       {half:,.0f} tokens/s per device (palm), {half * config.world_size:,.0f} over all")
     return "\n".join(lines)
