@@ -17,7 +17,7 @@ from mfubench.data.encoder import Encoder
 from mfubench.data.meta import TokenDtype
 from mfubench.data.streams import stream_errors
 
-SAMPLE_BYTES = 2**20  # text on which tokens per byte are measured
+SAMPLE_BYTES = 2**18  # text on which tokens per byte are measured
 MARGIN = 1.1  # the rest of a corpus is not quite like its start
 
 

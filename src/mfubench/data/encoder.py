@@ -10,6 +10,7 @@ only where that is known: tiktoken for byte-level BPE, and a cache of words for 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -45,7 +46,7 @@ class Encoder:
     """Token ids of documents, without the end-of-document id."""
 
     def __init__(
-        self, meta: TokenizerMeta, encode_batch: Callable[[Sequence[str]], list[np.ndarray]], reference: Tokenizer
+        self, meta: TokenizerMeta, encode_batch: Callable[[Sequence[str]], list[np.ndarray]], payload: bytes
     ) -> None:
         self.kind = meta.encoder
         self.name = meta.name
@@ -53,20 +54,30 @@ class Encoder:
         self.eos_id = meta.eos_id
         self.vocab_size = meta.vocab_size
         self.encode_batch = encode_batch  # texts -> one array of ids (uint16 or uint32) for each
-        self._reference = reference
+        self._payload = payload
+
+    @functools.cached_property
+    def _reference(self) -> Tokenizer:
+        return Tokenizer.from_buffer(self._payload)  # takes as long as all else together; hardly anyone decodes
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of token ids, special tokens spelled out."""
         return self._reference.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def load_encoder(folder: Path | str) -> Encoder:
-    """The encoder of a folder that `get_tokenizer` wrote; raises ConfigError where the folder is not what it was."""
+def read_tokenizer(folder: Path | str) -> tuple[TokenizerMeta, bytes]:
+    """meta.json and tokenizer.json of a folder; raises ConfigError where the folder is not what it was."""
     folder = Path(folder)
     meta = read_meta(TokenizerMeta, folder)
-    payload = (folder / "tokenizer.json").read_bytes()
-    if hashlib.sha256(payload).hexdigest() != meta.sha256:
-        raise ConfigError(f"{folder / 'tokenizer.json'}: changed since meta.json was written; get the tokenizer again")
+    path = folder / "tokenizer.json"
+    if not path.is_file() or hashlib.sha256(payload := path.read_bytes()).hexdigest() != meta.sha256:
+        raise ConfigError(f"{path}: missing, or changed since meta.json was written; get the tokenizer again")
+    return meta, payload
+
+
+def load_encoder(folder: Path | str) -> Encoder:
+    """The encoder of a folder that `get_tokenizer` wrote; raises ConfigError where the folder is not what it was."""
+    meta, payload = read_tokenizer(folder)
     spec = json.loads(payload)
     if meta.encoder == "tiktoken":
         encode_batch = tiktoken_encoder(spec)
@@ -74,7 +85,7 @@ def load_encoder(folder: Path | str) -> Encoder:
         encode_batch = word_cache_encoder(spec)
     else:
         encode_batch = tokenizers_encoder(spec)
-    return Encoder(meta, encode_batch, Tokenizer.from_buffer(payload))
+    return Encoder(meta, encode_batch, payload)
 
 
 class NotApplicable(Exception):
@@ -211,7 +222,7 @@ def word_cache_encoder(spec: dict[str, Any]) -> Callable[[Sequence[str]], list[n
     def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
         documents = [split("▁" + text.replace(" ", "▁")) if text else [] for text in texts]
         new = list(set(chain.from_iterable(documents)).difference(cache))
-        for word, encoding in zip(new, bare.encode_batch_fast(new, add_special_tokens=False)):
+        for word, encoding in zip(new, bare.encode_batch_fast(new, add_special_tokens=False), strict=True):
             cache[word] = tuple(encoding.ids)
         arrays = [np.fromiter(chain.from_iterable(map(cache.__getitem__, words)), dtype=dtype) for words in documents]
         if len(cache) > WORD_CACHE_SIZE:
@@ -239,7 +250,7 @@ def choose_encoder(
         except NotApplicable as reason:
             reasons.append(f"no {kind}: {reason}")
             continue
-        if all(np.array_equal(a, b) for a, b in zip(ids, reference)):
+        if all(np.array_equal(a, b) for a, b in zip(ids, reference, strict=True)):
             return kind, "; ".join(reasons) or None  # type: ignore[return-value]
         reasons.append(f"no {kind}: its ids differ from those of tokenizers on sample text")
     return "tokenizers", "; ".join(reasons)

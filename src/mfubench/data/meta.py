@@ -59,11 +59,13 @@ class Skipped(Strict):
 
 
 class DatasetTokenizer(Strict):
+    """The part of a TokenizerMeta that a reader needs."""
+
     name: str
     sha256: str
     vocab_size: int
     eos_id: int
-    encoder: str
+    encoder: Literal["tiktoken", "word-cache", "tokenizers"]
 
 
 class DatasetMeta(Strict):

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from mfubench.config import ConfigError, Strict
 from mfubench.data.config import DatasetConfig
 from mfubench.data.corpus import Slice, read_documents
+from mfubench.data.disk import expected_tokens
 from mfubench.data.encoder import Encoder, load_encoder
 from mfubench.data.meta import SplitName, TokenDtype, write_atomically
 
@@ -66,7 +67,7 @@ def encode_slice(source: Slice, config: DatasetConfig, encoder: Encoder, folder:
             text_bytes += size
             ids = encoder.encode_batch(texts)
             for split in tokens:
-                mine = [array for array, of in zip(ids, chosen) if of == split]
+                mine = [array for array, of in zip(ids, chosen, strict=True) if of == split]
                 if mine:
                     tokens[split] += _write(mine, encoder, files[split])
                     documents[split] += len(mine)
@@ -149,6 +150,10 @@ def start_worker(config: DatasetConfig, tokenizer_dir: Path, folder: Path) -> No
 
 def work(source: Slice, name: str) -> Part:
     return encode_slice(source, _config, _encoder, _folder, name)
+
+
+def work_sample(source: Slice, total_bytes: int) -> int:
+    return expected_tokens(source, total_bytes, _config, _encoder)
 
 
 def _end_with_parent() -> None:

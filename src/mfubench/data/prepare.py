@@ -14,11 +14,12 @@ import multiprocessing
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from mfubench.config import ConfigError
@@ -26,9 +27,9 @@ from mfubench.data import corpus, parts
 from mfubench.data.assembly import Assembly
 from mfubench.data.config import DatasetConfig, HubCorpus
 from mfubench.data.corpus import Slice, SourceFile
-from mfubench.data.disk import check_disk, expected_tokens
-from mfubench.data.encoder import Encoder, load_encoder
-from mfubench.data.meta import DatasetMeta, DatasetTokenizer, SplitName, write_meta
+from mfubench.data.disk import check_disk
+from mfubench.data.encoder import read_tokenizer
+from mfubench.data.meta import DatasetMeta, DatasetTokenizer, SplitName, TokenizerMeta, write_meta
 from mfubench.data.progress import PreparationProgress
 
 SLICES_AHEAD = 2  # a worker: enough to keep it busy, few enough for the disk
@@ -72,44 +73,38 @@ def prepare_dataset(
 
 
 def _prepare(config: DatasetConfig, tokenizer_dir: Path, out_dir: Path, num_workers: int, work: Path) -> DatasetMeta:
-    encoder = load_encoder(tokenizer_dir)
-    dtype = parts.token_dtype(encoder.vocab_size)
+    tokenizer, _ = read_tokenizer(tokenizer_dir)
+    dtype = parts.token_dtype(tokenizer.vocab_size)
     files = corpus.list_files(config)
     splits: list[SplitName] = ["train", "val"] if config.val_fraction else ["train"]
-    fingerprint = _fingerprint(config, encoder, files)
-    assembly = Assembly.resume(work, fingerprint, splits, dtype, config.shard_tokens, encoder.eos_id)
-    journal = assembly.journal
+    fingerprint = _fingerprint(config, tokenizer, files)
+    assembly = Assembly.resume(work, fingerprint, splits, dtype, config.shard_tokens, tokenizer.eos_id)
     total = min(sum(file.size for file in files), config.max_bytes or 2**63)
 
-    plan = _plan(config, files, total, assembly)
-    first = next(plan, None)
-    if first is not None:
-        tokens = expected_tokens(first.source, total - journal.done_bytes, config, encoder)
-        limit = tokens if config.max_tokens is None else config.max_tokens - journal.splits["train"].tokens
-        check_disk(min(tokens, limit), dtype, [work, out_dir])
-
-    with PreparationProgress(out_dir.name, total) as progress:
-        if journal.done_bytes:
-            progress.note(f"goes on after {journal.done_bytes / 1e9:.3g} GB that an earlier run has done")
-            progress.resume(journal.done_bytes)
-        with _workers(config, tokenizer_dir, encoder, num_workers, work) as submit:
-            tasks = (task for source in ([first] if first else [], plan) for task in source)
-            _assemble(tasks, submit, SLICES_AHEAD * num_workers, assembly, progress, config)
+    with (
+        PreparationProgress(out_dir.name, total) as progress,
+        _workers(config, tokenizer_dir, num_workers, work) as workers,
+    ):
+        if assembly.journal.done_bytes:
+            progress.note(f"goes on after {assembly.journal.done_bytes / 1e9:.3g} GB that an earlier run has done")
+            progress.resume(assembly.journal.done_bytes)
+        plan = _plan(config, files, total, assembly)
+        first = next(plan, None)
+        if first is not None:
+            tokens = workers.submit(parts.work_sample, first.source, total - assembly.journal.done_bytes).result()
+            if config.max_tokens is not None:
+                tokens = min(tokens, config.max_tokens - assembly.journal.splits["train"].tokens)
+            check_disk(tokens, dtype, [work, out_dir])
+            _assemble(chain([first], plan), workers, SLICES_AHEAD * num_workers, assembly, progress, config.max_tokens)
 
         meta = DatasetMeta(
             name=out_dir.name,
             source=corpus.describe(config, files),
             config=config.model_dump(mode="json"),
-            tokenizer=DatasetTokenizer(
-                name=encoder.name,
-                sha256=encoder.sha256,
-                vocab_size=encoder.vocab_size,
-                eos_id=encoder.eos_id,
-                encoder=encoder.kind,
-            ),
+            tokenizer=DatasetTokenizer(**tokenizer.model_dump(include=set(DatasetTokenizer.model_fields))),
             dtype=dtype,
             splits=assembly.finish(),
-            text_bytes=journal.text_bytes,
+            text_bytes=assembly.journal.text_bytes,
             skipped=assembly.skipped(),
         )
         _require_documents(meta)
@@ -119,9 +114,9 @@ def _prepare(config: DatasetConfig, tokenizer_dir: Path, out_dir: Path, num_work
     return meta
 
 
-def _fingerprint(config: DatasetConfig, encoder: Encoder, files: list[SourceFile]) -> str:
+def _fingerprint(config: DatasetConfig, tokenizer: TokenizerMeta, files: list[SourceFile]) -> str:
     """Of everything that decides the bytes; a journal of another one is of no use."""
-    digest = hashlib.sha256(f"{config.to_json()}\n{encoder.sha256}\n{encoder.kind}\n".encode())
+    digest = hashlib.sha256(f"{config.to_json()}\n{tokenizer.sha256}\n{tokenizer.encoder}\n".encode())
     for file in files:
         changed = file.path.stat().st_mtime_ns if file.path is not None else ""
         digest.update(f"{file.name}\t{file.size}\t{changed}\n".encode())
@@ -157,44 +152,35 @@ def _plan(config: DatasetConfig, files: list[SourceFile], total: int, assembly: 
 
 
 @contextmanager
-def _workers(
-    config: DatasetConfig, tokenizer_dir: Path, encoder: Encoder, num_workers: int, work: Path
-) -> Iterator[Callable[[Task], Future[parts.Part]]]:
-    """A function that hands a task to a worker: to a process, or with one worker to a thread of this process."""
-    pool: Executor
-    run: Callable[[Slice, str], parts.Part]
-    if num_workers == 1:
-        pool = ThreadPoolExecutor(1)
-        run = lambda source, name: parts.encode_slice(source, config, encoder, work, name)  # noqa: E731
-    else:
-        context = multiprocessing.get_context("spawn")  # a fork would copy this process's threads in unknown states
-        pool = ProcessPoolExecutor(num_workers, context, parts.start_worker, (config, tokenizer_dir, work))
-        run = parts.work
+def _workers(config: DatasetConfig, tokenizer_dir: Path, num_workers: int, work: Path) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes that have loaded the tokenizer."""
+    context = multiprocessing.get_context("spawn")  # a fork would copy this process's threads in unknown states
+    pool = ProcessPoolExecutor(num_workers, context, parts.start_worker, (config, tokenizer_dir, work))
     try:
-        yield lambda task: pool.submit(run, task.source, task.name)
+        yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _assemble(
     plan: Iterator[Task],
-    submit: Callable[[Task], Future[parts.Part]],
+    workers: ProcessPoolExecutor,
     ahead: int,
     assembly: Assembly,
     progress: PreparationProgress,
-    config: DatasetConfig,
+    max_tokens: int | None,
 ) -> None:
     """Keep the workers busy and append their parts in the order of the plan."""
     pending: deque[tuple[Task, Future[parts.Part]]] = deque()
     train = assembly.journal.splits["train"]
-    while config.max_tokens is None or train.tokens < config.max_tokens:
+    while max_tokens is None or train.tokens < max_tokens:
         while len(pending) <= ahead and (task := next(plan, None)) is not None:
-            pending.append((task, submit(task)))
+            pending.append((task, workers.submit(parts.work, task.source, task.name)))
         if not pending:
             return
         task, future = pending.popleft()
         part = future.result()
-        assembly.append(part, task.name, task.after, config.max_tokens)
+        assembly.append(part, task.name, task.after, max_tokens)
         progress.advance(part.size, sum(part.tokens.values()))
         downloads = assembly.folder / "downloads"
         if task.after[1] == 0 and downloads.is_dir():
