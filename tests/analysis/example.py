@@ -104,7 +104,7 @@ def make_gpu_log(name: str, seed: int, gpu_name: str = "NVIDIA H100 80GB HBM3", 
         losses = {at: (steps[at - 1].loss or 0) + 0.08 for at in range(100, 601, 100)}
         evaluations = [Evaluation(step=at, loss=loss, tokens=4096) for at, loss in losses.items()]
     ranks = [[step.step_time_s * (1 + 0.0004 * rank) for step in steps] for rank in range(world_size)]
-    telemetry = {"power_w": 640.0}
+    telemetry = {"gpus": [{"power_w": {"median": 640.0, "q1": 633.0, "q3": 651.0, "max": 702.0}}], "throttled": {}}
     return log.model_copy(
         update={
             "steps": steps,

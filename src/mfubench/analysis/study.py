@@ -110,14 +110,17 @@ def load_study(folder: Path | str, partial: bool = False) -> Study:
     folder = Path(folder)
     if not (folder / "study.json").exists():
         raise ConfigError(f"{folder}: holds no study.json; give the results folder of a study, results/<study>")
+    runs = dict(in_stage_order(read_runs(folder / "runs")))
+    limits = dict(in_stage_order(read_limits(folder / "memory")))
+    failures = dict(in_stage_order(read_failures(folder / "work"))) if partial else {}
     study = Study(
         folder=folder,
         declared=read_as(StudyFile, folder / "study.json"),
         machine=read_json(folder / "machine.json"),
         ceilings=read_ceilings(folder / "ceilings.json") if (folder / "ceilings.json").exists() else None,
-        runs=dict(in_stage_order(read_runs(folder / "runs"))),
-        limits=dict(in_stage_order(read_limits(folder / "memory"))),
-        failures=dict(in_stage_order(read_failures(folder / "work"))) if partial else {},
+        runs=runs,
+        limits=limits,
+        failures={name: failure for name, failure in failures.items() if name not in runs and name not in limits},
     )
     if not study.runs and not partial:
         raise ConfigError(
@@ -144,8 +147,8 @@ def read_limits(folder: Path) -> Iterator[tuple[str, MemoryLimit]]:
 
 
 def read_failures(folder: Path) -> Iterator[tuple[str, Failure]]:
-    for path in folder.glob("*/*/failure.json"):
-        name = f"{path.parent.parent.name}/{path.parent.name}"
+    for path in folder.glob("*/*/**/failure.json"):  # a trial of a memory search stands a folder deeper
+        name = "/".join(path.relative_to(folder).parts[:2])
         record = read_json(path) or {}
         yield name, Failure(name, str(record.get("reason") or "no reason recorded"))
 

@@ -33,7 +33,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
         return empty_figure(theme, TITLE, machine_label(found), "no run with a loss yet")
     subtitle = (
         f"{machine_label(found)} · faint: every step; line: moving median of {WINDOW} steps; marks: held-out "
-        "text · gradient norm over all parameters, before clipping · dotted: ln(vocabulary), the loss of knowing nothing"
+        "text · gradient norm over all parameters, before clipping · dotted: ln(vocabulary), the loss of a guess"
     )
     figure = titled_figure(theme, TITLE, subtitle, 3.5)
     left, right = figure.subplots(1, 2, width_ratios=[1.4, 1])

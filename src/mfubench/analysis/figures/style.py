@@ -83,7 +83,7 @@ Draw = Callable[[Findings, Theme], Figure]
 
 def titled_figure(theme: Theme, title: str, subtitle: str, height: float) -> Figure:
     """A figure with its title and what the numbers are, `height` inches for the panels below."""
-    lines = textwrap.wrap(subtitle, 128)
+    lines = textwrap.wrap(subtitle, 134)
     head = 0.5 + 0.17 * len(lines)
     figure = Figure(figsize=(WIDTH, height + head), dpi=DPI, layout="constrained")
     total = height + head

@@ -1,0 +1,156 @@
+"""The answer: which settings to train with on this machine, and the command that uses them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from mfubench.analysis.effects import processes
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.measures import Measures, Stability
+from mfubench.analysis.statistics import Difference, difference
+from mfubench.analysis.study import base_name
+from mfubench.config import ConfigError, RunConfig
+from mfubench.presets import load_model
+
+STAGES_OUTSIDE = ("smoke", "training")  # a gate, and a run with evaluations and checkpoints in between
+NEAR_FASTEST = 0.10  # only settings this close to the fastest are called stable or lean
+
+# Of a run by hand: what makes the speed. How long it runs, saves and evaluates is the user's to say.
+COMMAND_KEYS = (
+    *("seq_len", "micro_batch_size", "gradient_accumulation_steps", "world_size", "nnodes", "parallelism"),
+    *("dtype", "tf32", "fp8", "attention", "loss", "compile", "compile_mode", "compile_backend", "cuda_graphs"),
+    *("activation_checkpointing", "loader"),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One case with its repeats."""
+
+    case: str
+    runs: tuple[Measures, ...]  # that ended well
+    failures: int  # repeats that did not
+    tokens_per_s: float  # over all GPUs, mean of the processes' medians
+    against_fastest: Difference | None  # of the rate over all GPUs; None for the fastest itself
+
+    @property
+    def config(self) -> RunConfig:
+        return self.runs[0].log.config
+
+    @property
+    def peak_memory_gib(self) -> float | None:
+        peaks = [run.peak_memory_gib for run in self.runs if run.peak_memory_gib is not None]
+        return max(peaks, default=None)
+
+    @property
+    def stability(self) -> Stability | None:
+        """Of the least stable of its runs."""
+        found = [run.stability for run in self.runs if run.stability is not None]
+        return max(found, key=lambda stability: (stability.outliers / stability.steps, stability.spread), default=None)
+
+    @property
+    def is_as_fast(self) -> bool:
+        """Not told apart from the fastest."""
+        return self.against_fastest is None or not self.against_fastest.is_difference
+
+
+@dataclass(frozen=True)
+class Answer:
+    """For one model on this machine; candidates by rate, the fastest first."""
+
+    model: str
+    candidates: tuple[Candidate, ...]
+    fastest: Candidate
+    most_stable: Candidate
+    least_memory: Candidate | None
+
+    @property
+    def as_fast(self) -> list[Candidate]:
+        return [candidate for candidate in self.candidates[1:] if candidate.is_as_fast]
+
+
+def answers(found: Findings) -> list[Answer]:
+    """One answer for each model that was measured beyond its smoke test."""
+    models = dict.fromkeys(judged.log.config.model.name for judged in found.good.values())
+    return [answer for model in models if (answer := answer_for(found, model)) is not None]
+
+
+def answer_for(found: Findings, model: str) -> Answer | None:
+    cases = dict.fromkeys(
+        base_name(name)
+        for name, judged in found.good.items()
+        if judged.log.config.model.name == model and judged.log.config.stage not in STAGES_OUTSIDE
+    )
+    groups = {case: processes(found.good, case) for case in cases}
+    if not groups:
+        return None
+    order = sorted(groups, key=lambda case: total_rate(groups[case]), reverse=True)
+    candidates = tuple(candidate_of(found, case, groups[case], groups[order[0]]) for case in order)
+    fastest = candidates[0]
+    near = [item for item in candidates if item.tokens_per_s >= (1 - NEAR_FASTEST) * fastest.tokens_per_s]
+    lean = [item for item in near if item.peak_memory_gib is not None]
+    return Answer(
+        model=model,
+        candidates=candidates,
+        fastest=fastest,
+        most_stable=min(near, key=unsteadiness),
+        least_memory=min(lean, key=lambda item: item.peak_memory_gib or 0.0, default=None),
+    )
+
+
+def candidate_of(found: Findings, case: str, runs: list[Measures], fastest: list[Measures]) -> Candidate:
+    failures = sum(base_name(name) == case and log.status != "ok" for name, log in found.study.runs.items())
+    failures += sum(base_name(name) == case for name in found.study.failures)
+    against = None if runs is fastest else difference(total_rates(runs), total_rates(fastest), found.spread)
+    return Candidate(case, tuple(runs), failures, total_rate(runs), against)
+
+
+def total_rates(runs: list[Measures]) -> list[list[float]]:
+    """tokens/s over all GPUs of each step, for each process."""
+    return [[rate * run.log.config.world_size for rate in run.rates] for run in runs]
+
+
+def total_rate(runs: list[Measures]) -> float:
+    rates = [run.tokens_per_s for run in runs if run.tokens_per_s is not None]
+    return sum(rates) / len(rates)
+
+
+def unsteadiness(candidate: Candidate) -> tuple[float, float, float]:
+    """Failures first, then the share of outlying steps, then the spread of the rest."""
+    stability = candidate.stability
+    if stability is None:
+        return (candidate.failures, 1.0, 1.0)
+    return (candidate.failures, stability.outliers / stability.steps, stability.spread)
+
+
+def command_for(config: RunConfig) -> str:
+    """`mfubench train MODEL key=value …` with every setting of the run that is not its default."""
+    values = config.model_dump(mode="json")
+    words = [f"mfubench train {config.model.name}"]
+    words += [f"model.{key}={as_yaml(value)}" for key, value in model_changes(config).items()]
+    words.append(f"--data resources/datasets/{config.dataset} max_iters={config.max_iters}")
+    for key in COMMAND_KEYS:
+        default = RunConfig.model_fields[key].get_default()
+        if key == "loader":
+            defaults = default.model_dump(mode="json")
+            changed = {name: value for name, value in values[key].items() if value != defaults[name]}
+            words += [f"loader.{name}={as_yaml(value)}" for name, value in changed.items()]
+        elif values[key] != default:
+            words.append(f"{key}={as_yaml(values[key])}")
+    return " ".join(words)
+
+
+def model_changes(config: RunConfig) -> dict[str, Any]:
+    """Keys in which the run's model differs from the preset of its name."""
+    model = config.model.model_dump(mode="json")
+    try:
+        preset = load_model(config.model.name).model_dump(mode="json")
+    except ConfigError:
+        return {key: value for key, value in model.items() if key != "name"}
+    return {key: value for key, value in model.items() if value != preset[key]}
+
+
+def as_yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,110 @@
+"""The first section: what to train with, and how every case compares."""
+
+from __future__ import annotations
+
+from mfubench.analysis.answer import NEAR_FASTEST, Answer, Candidate, answers, command_for
+from mfubench.analysis.figures import throughput
+from mfubench.analysis.figures.style import per_gpu
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.report.blocks import Block, Card, Cards, Figure, Notice, Section, Table, Text
+from mfubench.analysis.units import format_gib, format_interval, format_percent, format_rate, format_signed_percent
+
+MOST_CANDIDATES = 8
+
+
+def answer_section(found: Findings) -> Section:
+    blocks: list[Block] = []
+    found_answers = answers(found)
+    if not found_answers:
+        blocks.append(Notice("No case beyond the smoke tests has been measured yet, so there is nothing to recommend."))
+    for answer in found_answers:
+        if len(found_answers) > 1:
+            blocks.append(Text(f"**{answer.model}**"))
+        blocks += answer_blocks(found, answer)
+    alt = "Bars: rate of every case by stage; points beside them: its MFU by the palm and the causal convention."
+    blocks.append(Figure("throughput", alt, throughput.draw))
+    return Section("answer", "Which settings to train with", blocks)
+
+
+def answer_blocks(found: Findings, answer: Answer) -> list[Block]:
+    fastest = answer.fastest
+    near = f"of the settings within {100 * NEAR_FASTEST:.0f} % of the fastest"
+    cards = [card("Fastest", fastest, found, fastest_note(answer))]
+    if answer.most_stable.case == fastest.case:
+        cards[0] = card("Fastest and most stable", fastest, found, fastest_note(answer))
+    else:
+        cards.append(card("Most stable", answer.most_stable, found, near))
+    if answer.least_memory is not None and answer.least_memory.case != fastest.case:
+        cards.append(card("Least memory", answer.least_memory, found, near))
+    shown = answer.candidates[:MOST_CANDIDATES]
+    caption = (
+        f"The {len(shown)} fastest of {len(answer.candidates)} settings. Spread: quartiles of the step times over "
+        "their median; outliers: steps beyond q3 + 3 (q3 − q1) and 2 % above the median; both of the least even of a "
+        "case's processes."
+    )
+    columns = ["case|", "tokens/s in all", "against the fastest", per_gpu(found), "MFU (palm)"]
+    columns += ["spread of step times", "outliers", "failures", "memory"]
+    return [Cards(cards), Table(columns, [candidate_row(candidate) for candidate in shown], caption)]
+
+
+def fastest_note(answer: Answer) -> str:
+    if not answer.as_fast:
+        return "no other setting comes as close as the measurement can tell"
+    names = ", ".join(f"`{candidate.case}`" for candidate in answer.as_fast[:4])
+    return f"not told apart from {names}: take whichever you trust more"
+
+
+def card(title: str, candidate: Candidate, found: Findings, note: str) -> Card:
+    config = candidate.config
+    mfu = candidate.runs[0].headline_mfu
+    processes = "GPU" if per_gpu(found).endswith("GPU") else "process"
+    if config.world_size > 1:
+        processes = "GPUs" if processes == "GPU" else "processes"
+    facts = [f"case `{candidate.case}` — {note}"]
+    if mfu is not None:
+        facts.append(f"MFU {format_percent(mfu)} (palm)")
+    facts.append(
+        f"micro-batch {config.micro_batch_size} × accumulation {config.gradient_accumulation_steps} × "
+        f"{config.world_size} {processes} = {config.tokens_per_step:,} tokens a step"
+    )
+    if candidate.peak_memory_gib is not None:
+        capacity = candidate.runs[0].capacity_gib
+        share = f", {100 * candidate.peak_memory_gib / capacity:.0f} % of {format_gib(capacity)}" if capacity else ""
+        facts.append(f"memory {format_gib(candidate.peak_memory_gib)}{share}")
+    facts.append(stability_words(candidate))
+    headline = f"{format_rate(candidate.tokens_per_s)} tokens/s on {config.world_size} {processes}"
+    return Card(title, headline, facts, command_for(config))
+
+
+def stability_words(candidate: Candidate) -> str:
+    stability = candidate.stability
+    if stability is None:
+        return "no measured steps to judge the stability by"
+    processes = len(candidate.runs)
+    over = f" in {processes} processes" if processes > 1 else ""
+    failures = f"{candidate.failures} failures" if candidate.failures else "no failure"
+    return (
+        f"step times spread {format_percent(stability.spread)}, {stability.outliers} of {stability.steps} steps are "
+        f"outliers, the slowest took {format_signed_percent(stability.slowest - 1)}; {failures}{over}"
+    )
+
+
+def candidate_row(candidate: Candidate) -> list[str]:
+    run, stability = candidate.runs[0], candidate.stability
+    assert run.tokens_per_s_per_gpu is not None
+    against = "–"
+    if candidate.against_fastest is not None:
+        change = candidate.against_fastest
+        shown = format_signed_percent(change.change) if change.is_difference else "no difference"
+        against = f"{shown} ({format_interval(change.interval)})"
+    return [
+        f"`{candidate.case}`",
+        format_rate(candidate.tokens_per_s),
+        against,
+        format_rate(candidate.tokens_per_s / run.log.config.world_size),
+        format_percent(run.headline_mfu),
+        format_percent(stability.spread) if stability else "–",
+        f"{stability.outliers} of {stability.steps}" if stability else "–",
+        str(candidate.failures),
+        format_gib(candidate.peak_memory_gib),
+    ]

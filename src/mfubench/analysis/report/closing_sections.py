@@ -1,0 +1,178 @@
+"""What did not run as asked, what a whole training would cost, the machine, the audit, how to read the numbers."""
+
+from __future__ import annotations
+
+from mfubench.analysis.answer import answers
+from mfubench.analysis.extrapolation import Extrapolation, extrapolate
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.measures import fallbacks
+from mfubench.analysis.report.blocks import Block, Folded, Notice, Section, Table, Text
+from mfubench.analysis.statistics import Quartiles
+from mfubench.analysis.units import (
+    format_count,
+    format_gib,
+    format_hours,
+    format_percent,
+    format_quartiles,
+    format_rate,
+)
+
+
+def runs_section(found: Findings) -> Section:
+    """Every case with its figures, for whoever looks for one."""
+    rows = []
+    for name, judged in found.measures.items():
+        config = judged.log.config
+        rows.append(
+            [
+                f"`{name}`",
+                judged.log.status,
+                str(config.world_size),
+                f"{config.micro_batch_size} × {config.gradient_accumulation_steps}",
+                format_quartiles(judged.tokens_per_s_per_gpu, format_rate),
+                format_rate(judged.total_rate) if judged.total_rate else "–",
+                *(mfu_cell(judged.mfu.get(key)) for key in ("palm", "matmul", "causal", "hfu", "mamfu")),
+                format_gib(judged.peak_memory_gib),
+                f"{judged.final_loss:.3f}" if judged.final_loss is not None else "–",
+            ]
+        )
+    columns = ["case|", "status|", "world size", "micro-batch × accumulation", "tokens/s each: median (quartiles)"]
+    columns += ["total tokens / total time", "palm", "matmul", "causal", "HFU", "MAMFU", "memory", "loss"]
+    table = Table(columns, rows, "All runs; MFU by every convention")
+    problems = dict.fromkeys(judged.peak_problem for judged in found.measures.values() if judged.peak_problem)
+    blocks: list[Block] = [Notice(f"No MFU for some runs: {problem}") for problem in problems]
+    blocks.append(Folded(f"All {len(rows)} runs with all figures", [table]))
+    return Section("runs", "All runs", blocks)
+
+
+def mfu_cell(values: Quartiles | None) -> str:
+    return format_percent(values.median) if values is not None else "–"
+
+
+def left_out_section(found: Findings) -> Section:
+    study = found.study
+    left_out = [[f"`{name}`", "left out", reason] for name, reason in study.declared.skipped.items()]
+    for name, log in study.runs.items():
+        if log.status != "ok":
+            words = {"oom": "out of memory", "skipped": "left out", "diverged": "diverged"}
+            left_out.append([f"`{name}`", words.get(log.status, "failed"), log.reason or "no reason recorded"])
+    left_out += [[f"`{name}`", "failed", failure.reason] for name, failure in study.failures.items()]
+    left_out += [[f"`{name}`", "missing", "has not been run"] for name in study.missing()]
+    fell_back = [
+        [f"`{name}`", setting, note]
+        for name, log in study.runs.items()
+        if log.status == "ok"
+        for setting, note in fallbacks(log).items()
+    ]
+    blocks: list[Block] = []
+    if left_out:
+        blocks.append(Table(["case|", "what happened|", "why|"], left_out, "Cases without figures"))
+    if fell_back:
+        rows = grouped_fallbacks(fell_back)
+        blocks.append(
+            Table(["setting|", "asked → used: why|", "cases|"], rows, "Settings that ran otherwise than asked")
+        )
+    if not blocks:
+        blocks.append(Text("Every case ran, with the settings that were asked for."))
+    return Section("left-out", "Skipped arms and fallbacks", blocks)
+
+
+def grouped_fallbacks(rows: list[list[str]]) -> list[list[str]]:
+    """One row for each setting and reason, with the cases it concerns."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for case, setting, note in rows:
+        cases.setdefault((setting, note), []).append(case)
+    return [[setting, note, ", ".join(names)] for (setting, note), names in cases.items()]
+
+
+def extrapolation_section(found: Findings) -> Section:
+    section = Section("extrapolation", "What a whole training would take")
+    price = found.study.declared.price_per_gpu_hour
+    for answer in answers(found):
+        rows = [extrapolation_row(item) for item in extrapolate(found, answer)]
+        columns = ["tokens", "what for|", "iterations", "time", "95 % interval", "GPU-hours", "energy", "money"]
+        world_size = answer.fastest.config.world_size
+        caption = f"{answer.model} with the fastest setting, `{answer.fastest.case}`, world size {world_size}"
+        section.blocks.append(Table(columns, rows, caption))
+    if not section.blocks:
+        section.blocks.append(Text("No rate to extrapolate from yet."))
+        return section
+    notes = (
+        "Training steps alone, at total tokens over total time; evaluations, checkpoints and interruptions come on top."
+    )
+    notes += (
+        " The interval is that of the rate. Energy: the GPUs' mean power while steps ran, without host and cooling."
+    )
+    notes += f" Money: {price:g} per GPU-hour." if price is not None else " No price per GPU-hour is set in the study."
+    section.blocks.append(Text(notes))
+    return section
+
+
+def extrapolation_row(item: Extrapolation) -> list[str]:
+    interval = "–"
+    if item.hours_interval is not None:
+        interval = f"{format_hours(item.hours_interval.low)} – {format_hours(item.hours_interval.high)}"
+    return [
+        format_count(item.target.tokens),
+        item.target.label,
+        f"{item.iterations:,.0f}",
+        format_hours(item.hours),
+        interval,
+        f"{item.gpu_hours:,.3g}" if item.gpu_hours < 1000 else f"{item.gpu_hours:,.0f}",
+        f"{item.energy_kwh:,.0f} kWh" if item.energy_kwh is not None else "not sampled",
+        f"{item.money:,.0f}" if item.money is not None else "–",
+    ]
+
+
+def environment_section(found: Findings) -> Section:
+    environment = found.study.environment
+    section = Section("environment", "Machine and software")
+    if environment is None:
+        section.blocks.append(Text("No run has recorded its environment yet."))
+        return section
+    logs = found.study.runs.values()
+    hosts = sorted({log.environment.host for log in logs})
+    rows = [["host", ", ".join(hosts)], ["processor", f"{environment.cpu}, {environment.cpu_count} CPUs"]]
+    rows.append(["memory", format_gib(environment.memory_gib)])
+    for name in dict.fromkeys(gpu.name for gpu in environment.gpus):
+        cards = [gpu for gpu in environment.gpus if gpu.name == name]
+        limits = sorted({gpu.power_limit_w for gpu in cards if gpu.power_limit_w})
+        limit = f", power limit {' and '.join(f'{watts:.0f} W' for watts in limits)}" if limits else ""
+        rows.append(["GPUs", f"{len(cards)}× {name}, {format_gib(cards[0].memory_gib)} each{limit}"])
+    peaks = {(j.peak.dtype, j.peak.tflops, j.peak.source) for j in found.measures.values() if j.peak}
+    rows += [["peak", f"{tflops:,.4g} TFLOP/s {dtype} — {source}"] for dtype, tflops, source in sorted(peaks)]
+    if found.study.ceilings is not None:
+        for dtype in found.study.ceilings.measured_dtypes():
+            rate = found.study.ceilings.large_matmul_tflops(dtype)
+            rows.append(["measured matmul", f"{rate:,.4g} TFLOP/s {dtype}, hot"])
+    versions = {"driver": environment.driver, "CUDA": environment.cuda, "NCCL": environment.nccl}
+    versions |= {"cuDNN": environment.cudnn, "torch": environment.torch, "Python": environment.python}
+    rows += [[name, version] for name, version in {**versions, **environment.packages}.items() if version]
+    commits = sorted({f"{log.environment.git_commit}{' (dirty)' if log.environment.git_dirty else ''}" for log in logs})
+    rows.append(["commit", ", ".join(commits)])
+    if environment.slurm_job_id:
+        rows.append(["SLURM job", environment.slurm_job_id])
+    section.blocks.append(Table(["what|", "value|"], rows))
+    variables = [[f"`{name}`", value] for name, value in sorted(environment.variables.items())]
+    if variables:
+        table = Table(["variable|", "value|"], variables)
+        section.blocks.append(Folded(f"{len(variables)} environment variables that change speed", [table]))
+    return section
+
+
+def reading_section() -> Section:
+    rows = [
+        ["palm", "6 N + 12 L H Q T, N all parameters, full attention (the headline)", "datasheet, dense"],
+        ["matmul", "as palm, N only the parameters that are multiplied", "datasheet, dense"],
+        ["causal", "as matmul, attention halved: what causal kernels execute", "datasheet, dense"],
+        ["HFU", "causal, and what activation checkpointing computes again", "datasheet, dense"],
+        ["MAMFU", "causal", "large matmul measured on this very machine, hot"],
+    ]
+    text = (
+        "Rates are tokens over the time of an optimizer step, by the clock of rank 0; compilation, preheat and warm-up "
+        "are recorded and not judged. Quartiles are of the steps; 95 % intervals of a median come from a block "
+        "bootstrap over the autocorrelated steps. A CPU has no datasheet: its peak is a matmul measured on the same "
+        "threads. All figures come from `runs/*/*.json` and stand in `tables/*.csv`."
+    )
+    table = Table(["ratio|", "FLOPs of a token|", "divided by|"], rows)
+    return Section("reading", "How to read the numbers", [table, Text(text)])

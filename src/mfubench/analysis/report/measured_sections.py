@@ -1,0 +1,171 @@
+"""What was measured: effects, scaling, memory, loss, the steps one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mfubench.analysis.effects import Effect
+from mfubench.analysis.figures import effects, ladder, loss, memory, mfu_over_time, scaling
+from mfubench.analysis.figures.effects import no_difference_band
+from mfubench.analysis.figures.style import per_gpu
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.report.blocks import Block, Figure, Section, Table, Text
+from mfubench.analysis.units import (
+    format_gib,
+    format_interval,
+    format_percent,
+    format_rate,
+    format_seconds,
+    format_signed_percent,
+)
+from mfubench.run_log import Evaluation
+
+
+def effects_section(found: Findings) -> Section:
+    spread = found.spread
+    if spread is None:
+        basis = (
+            "Nothing was repeated in this study, so the intervals hold only what the steps of one process say "
+            "(**within-run only**): another process may differ by more. Raise `repeats` in the study to know."
+        )
+    else:
+        band = format_percent(no_difference_band(spread), 2)
+        basis = (
+            f"{spread.processes} processes of {spread.cases} settings that ran more than once tell how much processes "
+            f"differ on this machine: {format_percent(spread.log_deviation, 2)} (standard deviation of the median rate). "
+            f"Two single processes that differ by less than {band} show **no difference**; an interval is never "
+            "narrower than the steps themselves allow (block bootstrap)."
+        )
+    blocks: list[Block] = [Text(basis)]
+    alt = "Points with intervals: change of the rate by each setting, beside what was expected of it."
+    blocks.append(Figure("effects", alt, effects.draw))
+    if found.effects:
+        columns = ["setting|", "worth", "95 % interval", "expected|", "differs in|", "cases|"]
+        blocks.append(Table(columns, [effect_row(effect) for effect in found.effects], "Arm over control"))
+    alt = "Rates of the baseline and tier cases in order, with the change from each to the next."
+    blocks.append(Figure("ladder", alt, ladder.draw))
+    return Section("effects", "What each optimisation is worth", blocks)
+
+
+def effect_row(effect: Effect) -> list[str]:
+    names = f"`{effect.arm}` over `{effect.control}`"
+    if effect.difference is None:
+        return [effect.name, f"**{effect.verdict}**", "–", effect.expected or "–", effect.reason or "–", names]
+    worth = format_signed_percent(effect.difference.change)
+    if effect.verdict == "no difference":
+        worth = f"no difference ({worth})"
+    elif effect.difference.basis == "within-run":
+        worth += " (within-run only)"
+    differs_in = ", ".join(f"{key}: {before} → {after}" for key, (before, after) in effect.differs_in.items())
+    if not effect.is_clean:
+        differs_in += " (more than one thing: the effect has no single cause)"
+    return [effect.name, worth, format_interval(effect.difference.interval), effect.expected or "–", differs_in, names]
+
+
+def scaling_section(found: Findings) -> Section:
+    blocks: list[Block] = []
+    alt = "Efficiency per GPU against the number of GPUs, and the rate over all of them."
+    blocks.append(Figure("scaling", alt, scaling.draw))
+    if found.scaling:
+        columns = ["series|", "world size", per_gpu(found), "tokens/s in all", "efficiency", "95 % interval", "case|"]
+        rows = [
+            [
+                point.series,
+                str(point.world_size),
+                format_rate(point.tokens_per_s_per_gpu),
+                format_rate(point.tokens_per_s),
+                format_percent(point.efficiency),
+                f"{format_percent(point.interval.low)} – {format_percent(point.interval.high)}"
+                if point.interval
+                else "–",
+                f"`{point.case}`",
+            ]
+            for point in found.scaling
+        ]
+        caption = "Weak scaling: the same micro-batch and accumulation for each; against the smallest world size"
+        blocks.append(Table(columns, rows, caption))
+    return Section("scaling", "Scaling", blocks)
+
+
+def memory_section(found: Findings) -> Section:
+    blocks: list[Block] = [Figure("memory", "Rate against memory, one point a micro-batch size.", memory.draw)]
+    rows = []
+    for name, limit in found.study.limits.items():
+        first_oom = min((t.micro_batch_size for t in limit.trials if t.status == "oom"), default=None)
+        comfort = f"{100 * limit.search.comfort_fraction:.0f} %"
+        rows.append(
+            [
+                f"`{name}`",
+                limit.search.run.parallelism,
+                str(limit.search.run.world_size),
+                format_gib(limit.memory_gib),
+                "nothing fits" if limit.largest is None else str(limit.largest),
+                "none tried" if first_oom is None else str(first_oom),
+                f"{limit.largest_comfortable if limit.largest_comfortable is not None else 'none'} (up to {comfort})",
+                str(len(limit.trials)),
+            ]
+        )
+    if rows:
+        columns = ["search|", "parallelism|", "world size", "memory", "largest micro-batch", "out of memory at"]
+        blocks.append(Table([*columns, "largest comfortable", "trials"], rows, "Each trial is a process of its own"))
+    on_cpu = per_gpu(found).endswith("process")
+    blocks.append(
+        Text(
+            "Memory is the resident set of the fullest process, against the cap of the run or the machine's share."
+            if on_cpu
+            else "Memory is what the CUDA allocator reserved on the fullest GPU; what tensors took at once stands in "
+            "`tables/runs.csv` as `peak_allocated_gib`."
+        )
+    )
+    return Section("memory", "Memory", blocks)
+
+
+def loss_section(found: Findings) -> Section:
+    rows = [
+        [
+            f"`{name}`",
+            str(len(judged.log.steps)),
+            f"{judged.log.steps[0].loss:.3f}" if judged.log.steps and judged.log.steps[0].loss else "–",
+            f"{judged.final_loss:.3f}" if judged.final_loss is not None else "not finite",
+            held_out_loss(judged.log.evaluations),
+        ]
+        for name, judged in found.measures.items()
+        if judged.log.config.stage == "training" and judged.log.steps
+    ]
+    blocks: list[Block] = [Figure("loss", "Loss and gradient norm by optimizer step.", loss.draw)]
+    if rows:
+        columns = ["run|", "steps", "first loss", "final loss (median of 20 steps)", "held-out loss at the end"]
+        blocks.append(Table(columns, rows, "Nats per token"))
+    return Section("loss", "Loss and gradients", blocks)
+
+
+def held_out_loss(evaluations: Sequence[Evaluation]) -> str:
+    finite = [entry.loss for entry in evaluations if entry.loss is not None]
+    return f"{finite[-1]:.3f}" if finite else "–"
+
+
+def steps_section(found: Findings) -> Section:
+    alt = "MFU of each step of up to nine cases, warm-up hatched."
+    blocks: list[Block] = [Figure("mfu_over_time", alt, mfu_over_time.draw)]
+    rows = []
+    for name, judged in found.good.items():
+        stability, time = judged.stability, judged.step_time_s
+        if stability is None or time is None or judged.log.config.stage == "smoke":
+            continue
+        throttled = (judged.log.telemetry or {}).get("throttled") or {}
+        rows.append(
+            [
+                f"`{name}`",
+                str(stability.steps),
+                format_seconds(time.median),
+                format_percent(stability.spread),
+                str(stability.outliers),
+                format_signed_percent(stability.slowest - 1),
+                format_percent(stability.rank_skew, 2) if stability.rank_skew is not None else "–",
+                format_percent(judged.data_share, 2),
+                ", ".join(f"{reason} {format_percent(of['share'], 0)}" for reason, of in throttled.items()) or "–",
+            ]
+        )
+    columns = ["case|", "steps", "step time", "spread", "outliers", "slowest step", "rank skew", "waiting for data"]
+    blocks.append(Table([*columns, "throttled|"], rows, "How even the measured steps are"))
+    return Section("steps", "MFU over time", blocks)

@@ -1,0 +1,168 @@
+"""Blocks to HTML and Markdown."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import re
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+import mfubench
+from mfubench.analysis.figures.style import DARK, LIGHT, machine_label, png
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.report.answer_section import answer_section
+from mfubench.analysis.report.blocks import Figure, Section
+from mfubench.analysis.report.closing_sections import (
+    environment_section,
+    extrapolation_section,
+    left_out_section,
+    reading_section,
+    runs_section,
+)
+from mfubench.analysis.report.expectation_sections import contradictions_section, expected_section
+from mfubench.analysis.report.measured_sections import (
+    effects_section,
+    loss_section,
+    memory_section,
+    scaling_section,
+    steps_section,
+)
+from mfubench.analysis.summary import summarize
+from mfubench.run_log import write_json, write_text_atomically
+
+
+def sections_of(found: Findings) -> list[Section]:
+    """The report from the answer to the small print."""
+    return [
+        answer_section(found),
+        expected_section(found),
+        contradictions_section(found),
+        effects_section(found),
+        scaling_section(found),
+        memory_section(found),
+        loss_section(found),
+        steps_section(found),
+        left_out_section(found),
+        extrapolation_section(found),
+        runs_section(found),
+        environment_section(found),
+        reading_section(),
+    ]
+
+
+def write_report(
+    study_folder: Path | str,
+    html: Path | str,
+    markdown: Path | str | None = None,
+    summary: Path | str | None = None,
+    partial: bool = False,
+) -> None:
+    """Write the report of results/<study>. Raises ConfigError as `load_study` does."""
+    found = Findings.of(study_folder, partial=partial)
+    sections = sections_of(found)
+    facts = head_facts(found)
+    write_text_atomically(html, render_html(found, sections, facts))
+    if markdown is not None:
+        figures = Path(study_folder) / "figures"
+        write_text_atomically(markdown, render_markdown(sections, facts, figures, Path(markdown).parent))
+    if summary is not None:
+        write_json(summary, summarize(found))
+
+
+def head_facts(found: Findings) -> dict[str, Any]:
+    """What stands at the top: which study, on what, how complete, when measured."""
+    study = found.study
+    counts = {"measured": len(found.good)}
+    for name, log in study.runs.items():
+        if name not in found.good:
+            word = {"oom": "out of memory", "ok": "without measured steps"}.get(log.status, log.status)
+            counts[word] = counts.get(word, 0) + 1
+    counts["memory limits"] = len(study.limits)
+    counts["left out"] = len(study.declared.skipped)
+    counts["failed"] = counts.get("failed", 0) + len(study.failures)
+    counts["missing"] = len(study.missing())
+    times = sorted(log.wall.started_at for log in study.runs.values() if log.wall)
+    return {
+        "study": study.name,
+        "description": study.declared.description,
+        "machine": machine_label(found),
+        "models": ", ".join(dict.fromkeys(log.config.model.name for log in study.runs.values())) or "no model yet",
+        "counts": {word: count for word, count in counts.items() if count},
+        "measured_from": times[0][:16].replace("T", " ") if times else None,
+        "measured_to": times[-1][:16].replace("T", " ") if times else None,
+        "version": mfubench.__version__,
+        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def templates() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("mfubench.analysis.report"),
+        autoescape=lambda name: bool(name and name.endswith(".html.j2")),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["inline"] = inline_html
+    environment.filters["cell"] = markdown_cell
+    return environment
+
+
+def inline_html(text: str) -> Markup:
+    """Escaped text with `code` and **bold** as elements."""
+    html = str(escape(text))
+    html = re.sub(r"`([^`]+)`", r"<code>\1</code>", html)
+    return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", html))
+
+
+def markdown_cell(text: str) -> str:
+    """Text for one cell of a Markdown table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def render_html(found: Findings, sections: list[Section], facts: dict[str, Any]) -> str:
+    """One self-contained page: pictures inside, nothing fetched."""
+    images = {
+        block.name: {theme.name: data_uri(png(block.draw, found, theme)) for theme in (LIGHT, DARK)}
+        for section in sections
+        for block in section.blocks
+        if isinstance(block, Figure)
+    }
+    return templates().get_template("report.html.j2").render(sections=sections, facts=facts, images=images)
+
+
+def data_uri(image: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(image).decode('ascii')}"
+
+
+def render_markdown(sections: list[Section], facts: dict[str, Any], figures: Path, folder: Path) -> str:
+    """The same in Markdown; pictures are those under figures/, by a path relative to the document."""
+    figures_folder = os.path.relpath(figures, folder)
+    text = templates().get_template("report.md.j2").render(sections=sections, facts=facts, figures=figures_folder)
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Write a study's report.")
+    parser.add_argument("--study-dir", required=True, type=Path)
+    parser.add_argument("--html", required=True, type=Path)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--summary", type=Path)
+    parser.add_argument("--partial", action="store_true", help="include what failed and why")
+    arguments = parser.parse_args(argv)
+    write_report(
+        arguments.study_dir,
+        arguments.html,
+        markdown=arguments.markdown,
+        summary=arguments.summary,
+        partial=arguments.partial,
+    )
+    return 0
