@@ -15,5 +15,5 @@ rule prepare_dataset:
     conda:
         "../envs/mfubench.yaml"
     shell:
-        "python workflow/scripts/prepare_dataset.py --name {wildcards.dataset} --config {params.config:q}"
+        "python workflow/scripts/prepare_dataset.py --config {params.config:q}"
         " --tokenizer {params.tokenizer} --output {params.folder} --workers {threads} 2>&1 | tee {log}"

@@ -12,5 +12,5 @@ rule get_tokenizer:
     conda:
         "../envs/mfubench.yaml"
     shell:
-        "python workflow/scripts/get_tokenizer.py --name {wildcards.tokenizer} --config {params.config:q}"
+        "python workflow/scripts/get_tokenizer.py --config {params.config:q}"
         " --output {params.folder} 2>&1 | tee {log}"
