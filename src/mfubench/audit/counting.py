@@ -1,0 +1,106 @@
+"""How many micro-batches a stated rate really counts: the arithmetic that unmasks per-rank and per-micro-step rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mfubench.audit.findings import Finding
+
+TOLERANCE = 0.015  # stated rates and times are rounded; a miscount is off by a whole factor
+
+
+@dataclass(frozen=True)
+class Count:
+    """A stated rate, understood."""
+
+    micro_steps_per_gpu: float
+    factor: float  # true rate over all GPUs = factor x stated rate
+    findings: tuple[Finding, ...] = ()
+    one_rank: bool = False  # the reading that tokens/s are one rank's is what explains the numbers
+
+
+def near(value: float, expected: float) -> bool:
+    return expected > 0 and abs(value / expected - 1) <= TOLERANCE
+
+
+def is_whole(value: float) -> bool:
+    return round(value) >= 1 and near(value, round(value))
+
+
+def count_micro_batches(
+    counted: float, world_size: int, accumulation: int | None, *, others_are_one_rank: bool = False
+) -> Count:
+    """Read `counted` = stated tokens/s x step time / tokens per micro-batch, the micro-batches behind a stated rate.
+
+    accumulation: micro-steps per GPU and step that the source claims; None where it claims none.
+    others_are_one_rank: another run of the same system proved that it logs one rank's rate; used where this run's own
+    numbers fit no reading of the claim.
+    """
+    W, A = world_size, accumulation
+    shown = f"tokens/s x step time is {counted:.4g} micro-batches"
+    if A is None:
+        return count_without_claim(counted, W, others_are_one_rank, shown)
+    if near(counted, A * W):
+        return Count(A, 1.0)
+    if near(counted, A):
+        also = " (or leaves out the accumulation: the two factors are the same here)" if A == W else ""
+        return Count(A, W, (one_rank(W, f"{shown}, one GPU's {A} micro-steps instead of {W} x {A}{also}", 0.98),), True)
+    if near(counted, W):
+        sentence = f"{shown}, one for each GPU, but a step accumulates {A} of them: the rate is {A} times too low"
+        return Count(A, A, (Finding("tokens_per_s_excludes_accumulation", sentence, 0.98, f"x {A}"),))
+    if near(counted, 1):
+        why = f"{shown}: one micro-batch of one GPU, while a step is {W} GPUs x {A} micro-steps"
+        sentence = f"{why}; the rate leaves out the accumulation"
+        return Count(
+            A,
+            A * W,
+            (one_rank(W, why, 0.95), Finding("tokens_per_s_excludes_accumulation", sentence, 0.95, f"x {A}")),
+            True,
+        )
+    if W > 1 and near(counted, A * W * W):
+        sentence = f"{shown}, {W} times the {W} x {A} of a step: a rate over all GPUs was multiplied by {W} once more"
+        return Count(A, 1 / W, (Finding("ranks_counted_twice", sentence, 0.97, f"x 1/{W}"),))
+    return count_against_claim(counted, W, A, others_are_one_rank, shown)
+
+
+def one_rank(world_size: int, why: str, confidence: float) -> Finding:
+    sentence = f"{why}: the stated tokens/s are one rank's, the run made {world_size} times as many"
+    return Finding("tokens_per_s_is_one_rank", sentence, confidence, f"x {world_size}")
+
+
+def count_without_claim(counted: float, world_size: int, others_are_one_rank: bool, shown: str) -> Count:
+    """Only that every GPU does one micro-batch at least, and whole ones, can be held against the rate."""
+    if world_size > 1 and (counted < world_size * (1 - TOLERANCE) or others_are_one_rank):
+        confidence = 0.9 if others_are_one_rank else 0.95
+        why = f"{shown}, and {world_size} GPUs do {world_size} at least" if not others_are_one_rank else shown
+        return Count(counted, world_size, (one_rank(world_size, why, confidence),), True)
+    if world_size > 1 and is_whole(counted) and not is_whole(counted / world_size):
+        why = f"{shown}, a whole number that is no multiple of {world_size} GPUs"
+        return Count(counted, world_size, (one_rank(world_size, why, 0.7),), True)
+    return Count(counted / world_size, 1.0)
+
+
+def count_against_claim(
+    counted: float, world_size: int, accumulation: int, others_are_one_rank: bool, shown: str
+) -> Count:
+    """The claimed accumulation fits no reading: say what was really done, as one rank's rate or as everyone's."""
+    rank_reading = world_size > 1 and (
+        others_are_one_rank or counted < world_size * (1 - TOLERANCE) or not is_whole(counted / world_size)
+    )
+    per_gpu = counted if rank_reading else counted / world_size
+    findings = []
+    if rank_reading:
+        reason = " (another run of the same system shows that it logs one rank's)" if others_are_one_rank else ""
+        findings.append(one_rank(world_size, f"{shown}{reason}", 0.93 if others_are_one_rank else 0.7))
+    elif world_size > 1:
+        shown += f" over all GPUs (or, were the rate one rank's, {counted:.4g} on each)"
+    findings.append(
+        Finding(
+            "accumulation_differs_from_banner",
+            f"{accumulation} micro-steps per GPU are claimed, but {shown}: {per_gpu:.4g} per GPU were done. "
+            f"With {accumulation}, the step would have computed {accumulation / per_gpu:.3g} times as much in its time",
+            0.97,
+            round(per_gpu, 3),
+        )
+    )
+    return Count(per_gpu, world_size if rank_reading else 1.0, tuple(findings), rank_reading)

@@ -1,0 +1,77 @@
+"""Audit of one run JSON."""
+
+from __future__ import annotations
+
+import statistics
+
+from mfubench.audit import run_facts, run_numbers
+from mfubench.audit.counting import Count
+from mfubench.audit.findings import Finding, RunVerdict
+from mfubench.ceilings.schema import Ceilings
+from mfubench.config import ConfigError
+from mfubench.flops import flop_terms, flops_per_token, mfu
+from mfubench.hardware import Peak, peak_for_run
+from mfubench.run_log import RunLog
+
+
+def audit_run(log: RunLog, ceilings: Ceilings | None = None) -> list[Finding]:
+    """Everything that is wrong with a run, recomputed from its raw facts; empty for a good one.
+
+    ceilings: of the machine that ran it; executed FLOPs are then held against its own fastest matmul, and a CPU run
+    can be judged at all.
+    """
+    return judge_run(log, log.name, ceilings).findings
+
+
+def judge_run(log: RunLog, source: str, ceilings: Ceilings | None) -> RunVerdict:
+    """The findings of a run and its true rate and MFU. A run without steps (oom, skipped) has facts only."""
+    count, findings = run_numbers.count_tokens(log)
+    peak, unknown = peak_or_finding(log, ceilings)
+    findings += unknown
+    findings += run_numbers.check_wall(log)
+    findings += run_numbers.check_step_times(log)
+    findings += run_numbers.check_ceiling(log, count, peak, ceilings)
+    findings += run_numbers.check_parameters(log)
+    findings += run_facts.check_what_ran(log)
+    findings += run_facts.check_ranks(log)
+    findings += run_facts.check_steps(log)
+    findings += run_facts.check_schedule(log)
+    findings += run_facts.check_learning(log)
+    findings += run_facts.check_tokens_fit(log)
+    rate = true_rate(log, count)
+    return RunVerdict(
+        name=log.name,
+        source=source,
+        world_size=log.config.world_size,
+        micro_steps_per_gpu=count.micro_steps_per_gpu if count else None,
+        true_tokens_per_s=rate,
+        true_mfu_palm=palm_mfu(log, rate, peak),
+        findings=findings,
+    )
+
+
+def peak_or_finding(log: RunLog, ceilings: Ceilings | None) -> tuple[Peak | None, list[Finding]]:
+    """The peak of what ran; an unknown card is a finding, a CPU without measured ceilings is not."""
+    try:
+        return peak_for_run(log, ceilings), []
+    except ConfigError as error:
+        if log.environment.device == "cpu":
+            return None, []
+        return None, [Finding("peak_unknown", str(error).splitlines()[0], 0.99)]
+
+
+def true_rate(log: RunLog, count: Count | None) -> float | None:
+    """Tokens/s over all GPUs: true tokens of a step over the median time of the measured ones."""
+    times_s = [step.step_time_s for step in log.measured_steps()]
+    if count is None or not times_s or statistics.median(times_s) <= 0:
+        return None
+    config = log.config
+    tokens = count.micro_steps_per_gpu * config.micro_batch_size * config.seq_len * config.world_size
+    return tokens / statistics.median(times_s)
+
+
+def palm_mfu(log: RunLog, rate: float | None, peak: Peak | None) -> float | None:
+    if rate is None or peak is None:
+        return None
+    flops = flops_per_token(flop_terms(log.config.model, log.config.seq_len), "palm")
+    return mfu(rate / log.config.world_size, flops, peak.tflops)

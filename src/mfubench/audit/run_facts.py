@@ -1,0 +1,193 @@
+"""Audit of a run JSON, its facts: what ran against what the record says, ranks, steps, schedule, gradients, tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from mfubench.audit.findings import Finding
+from mfubench.audit.run_numbers import own_steps
+from mfubench.run_log import RunLog
+
+# Words in the names of kernels, by the family they belong to, and the families that each setting may show.
+KERNEL_WORDS = {
+    "cudnn": ("cudnn",),
+    "torch_flash": ("pytorch_flash",),
+    "efficient": ("fmha", "efficient_attention", "efficientattention"),
+    "package_flash": ("flash_fwd", "flash_bwd", "flashattn", "flash_attn", "flash::"),
+}
+SHOWN_BY = {
+    "cudnn": {"cudnn"},
+    "sdpa": {"torch_flash", "efficient"},
+    "fa2": {"package_flash"},
+    "fa3": {"package_flash"},
+    "fa4": {"package_flash"},
+    "eager": set[str](),
+}
+NO_FLOAT32 = ("fa2", "fa3", "fa4", "cudnn")
+RANK_SPREAD = 1.15  # slowest rank's measured time over rank 0's: all wait for each other in each step
+UINT16_IDS = 2**16
+
+
+def check_what_ran(log: RunLog) -> list[Finding]:
+    """The record of what was used against the configuration, the reasons given, and the kernels that were seen."""
+    findings = []
+    config, used = log.config, log.used
+    asked = {
+        "attention": config.attention,
+        "compile": config.compile,
+        "loader": config.loader.kind,
+        "loss": config.loss,
+        "parallelism": config.parallelism,
+        "dtype": config.dtype,
+    }
+    for key, wanted in asked.items():
+        if key in used and used[key].requested != wanted:
+            sentence = f"the configuration asks for {key}: {wanted}, the run took {used[key].requested} as asked for"
+            findings.append(Finding("not_what_ran", sentence, 0.97, used[key].used))
+    for key, choice in used.items():
+        if choice.requested not in ("auto", choice.used) and not choice.reason:
+            sentence = f"{key}: {choice.requested} was asked for, {choice.used} ran, and no reason is given"
+            findings.append(Finding("not_what_ran", sentence, 0.9, choice.used))
+    attention, dtype = used["attention"].used, used["dtype"].used
+    if dtype == "float32" and attention in NO_FLOAT32:
+        sentence = f"attention {attention} has no float32 kernel, yet is said to have run in float32"
+        findings.append(Finding("not_what_ran", sentence, 0.95))
+    return findings + check_kernels(log)
+
+
+def check_kernels(log: RunLog) -> list[Finding]:
+    """The attention kernels of the profiled step against the attention that is said to have run."""
+    if log.kernels is None or not log.kernels.attention or log.environment.device != "cuda":
+        return []
+    used = log.used["attention"].used
+    families = {family for name in log.kernels.attention if (family := kernel_family(name)) is not None}
+    if not families and used != "eager":
+        return []  # names that nobody knows prove nothing
+    if families & SHOWN_BY.get(used, families) or (used == "eager" and not families):
+        return []
+    shown = ", ".join(sorted(families))
+    sentence = (
+        f"attention {used} is said to have run, but the profiled step shows {shown} kernels "
+        f"({log.kernels.attention[0][:60]} …): a cached graph of another setting, or an ignored flag"
+    )
+    return [Finding("not_what_ran", sentence, 0.93, shown)]
+
+
+def kernel_family(kernel: str) -> str | None:
+    name = kernel.lower()
+    return next((family for family, words in KERNEL_WORDS.items() if any(word in name for word in words)), None)
+
+
+def check_ranks(log: RunLog) -> list[Finding]:
+    """One record from each rank, one card for each, and clocks that agree."""
+    world_size = log.config.world_size
+    found = {"step times": len(log.rank_step_times_s), "memory peaks": len(log.memory)}
+    if log.environment.device == "cuda":
+        found["cards"] = len(log.environment.gpus)
+    wrong = {what: count for what, count in found.items() if count != world_size}
+    if wrong and log.steps:
+        listed = ", ".join(f"{what} of {count}" for what, count in wrong.items())
+        sentence = f"the run has {world_size} ranks, the log holds {listed}: what the others did is not known"
+        return [Finding("ranks_disagree", sentence, 0.95, world_size)]
+    uuids = Counter(gpu.uuid for gpu in log.environment.gpus if gpu.uuid)
+    shared = [uuid for uuid, count in uuids.items() if count > 1]
+    if shared:
+        sentence = f"several ranks ran on the card {shared[0]}: they shared its time"
+        return [Finding("ranks_disagree", sentence, 0.97)]
+    return check_rank_times(log)
+
+
+def check_rank_times(log: RunLog) -> list[Finding]:
+    measured = [position for position, step in enumerate(log.steps) if step.phase == "measured"]
+    if not measured or any(len(times) != len(log.steps) for times in log.rank_step_times_s):
+        return []
+    totals = [sum(times[position] for position in measured) for times in log.rank_step_times_s]
+    stated = sum(log.steps[position].step_time_s for position in measured)
+    if not totals or stated <= 0 or max(totals) <= RANK_SPREAD * stated:
+        return []
+    slowest = totals.index(max(totals))
+    sentence = (
+        f"rank {slowest} took {max(totals):.4g} s for the measured steps, the log's clock says {stated:.4g} s: ranks "
+        "wait for each other, so the faster clock did not wait for the device"
+    )
+    return [Finding("ranks_disagree", sentence, 0.85, f"{max(totals) / len(measured):.4g} s a step")]
+
+
+def check_steps(log: RunLog) -> list[Finding]:
+    """As many steps as the configuration says, each once, in order."""
+    numbers = [step.step for step in log.steps]
+    repeated = [number for number, count in Counter(numbers).items() if count > 1]
+    if repeated:
+        tokens = log.config.tokens_per_step * len(set(numbers))
+        code = "resumed_tokens_counted" if log.resumes else "steps_miscounted"
+        sentence = f"step {repeated[0]} and {len(repeated) - 1} others are listed twice: their tokens count twice"
+        return [Finding(code, sentence, 0.97, f"{tokens:,} tokens")]
+    if numbers != sorted(numbers):
+        return [Finding("steps_miscounted", "the steps are not in order", 0.95)]
+    done = sum(1 for step in own_steps(log) if step.phase != "preheat") + (log.resumes[-1].step if log.resumes else 0)
+    if done > log.config.max_iters:
+        sentence = f"{done} steps were done where max_iters is {log.config.max_iters}"
+        return [Finding("steps_miscounted", sentence, 0.95, log.config.max_iters)]
+    return []
+
+
+def check_schedule(log: RunLog) -> list[Finding]:
+    """A learning rate that stands still while the schedule moves: a captured graph that holds a constant."""
+    optimizer = log.config.optimizer
+    moving = [step for step in log.steps if step.step < max(optimizer.warmup_iters, optimizer.lr_decay_iters)]
+    flat = optimizer.warmup_iters == 0 and optimizer.min_learning_rate == optimizer.learning_rate
+    if len(moving) < 5 or flat or len({step.learning_rate for step in moving}) > 1:
+        return []
+    sentence = (
+        f"the learning rate is {moving[0].learning_rate:.3g} in all of {len(moving)} steps, where the schedule changes "
+        "it in each: the optimizer was captured with a constant"
+    )
+    return [Finding("schedule_frozen", sentence, 0.95)]
+
+
+def check_learning(log: RunLog) -> list[Finding]:
+    """Losses are finite, gradients are there."""
+    findings = []
+    if log.status == "ok":
+        lost = [step.step for step in log.steps if step.loss is None]
+        if lost:
+            sentence = (
+                f"the run calls itself ok, but the loss of step {lost[0]} and {len(lost) - 1} others is not finite"
+            )
+            findings.append(Finding("loss_not_finite", sentence, 0.98))
+    norms = [step.grad_norm for step in log.steps if step.loss is not None]
+    if len(norms) >= 3 and not any(norms):
+        sentence = "the gradient norm is zero or absent in every step: it was taken after the gradients were cleared"
+        findings.append(Finding("gradients_absent", sentence, 0.93))
+    interval = log.config.measurement.gradient_interval
+    values = [
+        value for record in log.gradient_statistics for layer in record.layers.values() for value in layer.values()
+    ]
+    if interval and len(log.steps) > interval and log.status == "ok" and not any(values):
+        what = "are all zero or absent" if log.gradient_statistics else "are missing"
+        sentence = (
+            f"gradient statistics were asked for each {interval} steps and {what}: they were taken after clearing"
+        )
+        findings.append(Finding("gradients_absent", sentence, 0.93))
+    return findings
+
+
+def check_tokens_fit(log: RunLog) -> list[Finding]:
+    """Ids must fit the file's type, and the embedding the ids."""
+    dataset = log.dataset
+    if dataset is None:
+        return []
+    findings = []
+    if dataset.token_dtype == "uint16" and dataset.vocab_size > UINT16_IDS:
+        sentence = (
+            f"{dataset.name} has {dataset.vocab_size:,} token ids in uint16, which ends at {UINT16_IDS - 1:,}: larger "
+            "ids were cut off, and what was trained on is not the text"
+        )
+        findings.append(Finding("token_ids_do_not_fit", sentence, 0.97, "uint32"))
+    if dataset.vocab_size > log.config.model.vocab_size:
+        sentence = (
+            f"{dataset.name} has {dataset.vocab_size:,} token ids, the model {log.config.model.vocab_size:,} rows: the "
+            "ids above have no row"
+        )
+        findings.append(Finding("token_ids_do_not_fit", sentence, 0.95, dataset.vocab_size))
+    return findings

@@ -1,0 +1,139 @@
+"""Audit across runs: arms that ran the same, work that differs where it is compared, weak-scaling efficiency."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+from mfubench.audit.findings import Finding, RunVerdict
+from mfubench.config import RunConfig
+from mfubench.run_log import RunLog
+
+REPEAT = re.compile(r"-repeat\d+$")
+# Settings of which the record says what was used: two runs that differ in these alone are arms of a comparison.
+RECORDED = ("attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8")
+NOT_COMPARED = ("name", "repeat", "seed", "measurement", "requires", "evaluation", "checkpoint", "sample_tokens")
+STAGES_WITHOUT_ARMS = ("smoke", "memory", "training")
+
+
+def audit_study(logs: Sequence[RunLog]) -> dict[str, list[Finding]]:
+    """Findings that only several runs together show, by run name.
+
+    no_contrast: two cases of a stage differ in a setting that may fall back, and ran the same. workloads_differ: runs
+    of one stage and model read other data, or ran on another machine.
+    """
+    findings: dict[str, list[Finding]] = {}
+    finished = [log for log in logs if log.status == "ok" and log.config.stage not in STAGES_WITHOUT_ARMS]
+    by_stage: dict[str, dict[str, RunLog]] = {}
+    for log in finished:
+        by_stage.setdefault(log.config.stage, {}).setdefault(REPEAT.sub("", log.name), log)
+    for cases in by_stage.values():
+        for a, b in combinations(cases.values(), 2):
+            for finding in (*check_contrast(a, b), *check_same_work(a, b)):
+                for log in (a, b):
+                    known = findings.setdefault(log.name, [])
+                    if finding.code not in {other.code for other in known}:
+                        known.append(finding)
+    return findings
+
+
+def differing_settings(a: RunConfig, b: RunConfig) -> set[str]:
+    """Keys of RunConfig in which two runs differ, but for names and what is not measured."""
+    first, second = a.model_dump(mode="json"), b.model_dump(mode="json")
+    return {key for key in first if key not in NOT_COMPARED and first[key] != second[key]}
+
+
+def check_contrast(a: RunLog, b: RunLog) -> list[Finding]:
+    """Two arms that differ in recorded settings must differ in what was used, and attention arms in their kernels."""
+    differing = differing_settings(a.config, b.config) - {"compile_mode", "compile_backend"}
+    settings = differing & set(RECORDED)
+    if not settings or differing - set(RECORDED):
+        return []
+    if all(a.used[key].used == b.used[key].used for key in RECORDED):
+        asked = ", ".join(f"{key} {a.used[key].requested} and {b.used[key].requested}" for key in sorted(settings))
+        ran = ", ".join(a.used[key].used for key in sorted(settings))
+        sentence = (
+            f"{a.name} and {b.name} were to differ in {asked}, and both ran {ran}: they compare a thing with itself"
+        )
+        return [Finding("no_contrast", sentence, 0.97)]
+    if settings == {"attention"} and kernels_of(a) and kernels_of(a) == kernels_of(b):
+        sentence = (
+            f"{a.name} ({a.used['attention'].used}) and {b.name} ({b.used['attention'].used}) ran the same attention "
+            f"kernels ({min(kernels_of(a))[:60]} …): they compare a thing with itself"
+        )
+        return [Finding("no_contrast", sentence, 0.95)]
+    return []
+
+
+def kernels_of(log: RunLog) -> set[str]:
+    """Names of the attention kernels that were seen."""
+    return set(log.kernels.attention) if log.kernels else set()
+
+
+def check_same_work(a: RunLog, b: RunLog) -> list[Finding]:
+    """Runs of one stage and model are compared: data and machine must be the same."""
+    if a.config.model != b.config.model:
+        return []
+    if a.dataset and b.dataset:
+        first, second = (
+            (d.dataset.name, d.dataset.train_tokens, d.dataset.tokenizer_sha256) for d in (a, b) if d.dataset
+        )
+        if first != second:
+            sentence = (
+                f"{a.name} and {b.name} are compared, but read other tokens ({first[0]}, {first[1]:,}; {second[0]}, "
+                f"{second[1]:,}): the data change the speed"
+            )
+            return [Finding("workloads_differ", sentence, 0.9)]
+    ours, theirs = machine_of(a), machine_of(b)
+    if ours != theirs:
+        differences = ", ".join(f"{x} and {y}" for x, y in zip(ours, theirs, strict=True) if x != y)
+        sentence = f"{a.name} and {b.name} are compared, but ran on different machines or software ({differences})"
+        return [Finding("workloads_differ", sentence, 0.9)]
+    return []
+
+
+def machine_of(log: RunLog) -> tuple[str | None, ...]:
+    environment = log.environment
+    cards = " and ".join(sorted({gpu.name for gpu in environment.gpus})) or environment.cpu
+    return cards, environment.driver, environment.torch
+
+
+def group_of(log: RunLog) -> tuple:
+    """Runs of one group differ in the number of GPUs alone: same model, same work for each GPU, same settings used."""
+    settings = {
+        key: value
+        for key, value in log.config.model_dump(mode="json").items()
+        if key not in (*NOT_COMPARED, *RECORDED, "world_size", "nnodes", "global_batch_size", "max_iters", "optimizer")
+    }
+    used = {key: choice.used for key, choice in log.used.items() if key != "parallelism"}
+    return json.dumps(settings, sort_keys=True), json.dumps(used, sort_keys=True), machine_of(log)
+
+
+def weak_scaling(verdicts: Iterable[RunVerdict]) -> list[dict]:
+    """Efficiency of each group of runs with several world sizes: tokens/s/GPU of the largest over the smallest's."""
+    rates: dict[tuple, dict[int, list[float]]] = {}
+    names: dict[tuple, dict[int, str]] = {}
+    for verdict in verdicts:
+        if verdict.group is None or not verdict.true_tokens_per_s:
+            continue
+        world_size = verdict.world_size
+        rates.setdefault(verdict.group, {}).setdefault(world_size, []).append(verdict.true_tokens_per_s / world_size)
+        names.setdefault(verdict.group, {}).setdefault(world_size, verdict.name)
+    series = []
+    for group, by_size in rates.items():
+        if len(by_size) < 2:
+            continue
+        smallest, largest = min(by_size), max(by_size)
+        efficiency = statistics.median(by_size[largest]) / statistics.median(by_size[smallest])
+        series.append(
+            {
+                "from": names[group][smallest],
+                "to": names[group][largest],
+                "world_sizes": [smallest, largest],
+                "efficiency": round(efficiency, 4),
+            }
+        )
+    return series
