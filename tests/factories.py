@@ -47,6 +47,14 @@ ATTENTION_KERNELS = {
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4>>",
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128, 64, 128, 8>>",
     ],
+    "sdpa-float32": [
+        "fmha_cutlassF_f32_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float, Sm80>::Params)",
+        "fmha_cutlassB_f32_aligned_64x64_k128_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<float, Sm80>::Params)",
+    ],
+    "fa2": [
+        "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false, cutlass::bfloat16_t>>",
+        "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<128, 64, 128, 8>>",
+    ],
     "eager": ["void (anonymous namespace)::softmax_warp_forward<float, c10::BFloat16, float, 11>"],
 }
 MATMUL_KERNELS = {
@@ -54,6 +62,11 @@ MATMUL_KERNELS = {
     "float16": ["nvjet_sm90_hsh_128x256_64x4_2x1_v_bz_coopA_NNT"],
     "float32": ["cutlass_80_tensorop_s1688gemm_256x128_16x3_nn_align4"],
 }
+
+
+# tokens/s of llama2-1.36b on an H100 by what it computes in, about as measured.
+H100_RATES = {"bfloat16": 72_000, "float16": 71_000, "tf32": 33_000, "float32": 4_800, "fp8": 88_000}
+CPU_RATE = 11_000  # tokens/s of llama2-tiny on one process
 
 
 def make_model(preset: str = "llama2-1.36b", **overrides: Any) -> ModelConfig:
@@ -88,6 +101,8 @@ def make_run_config(device: str = "cuda", **overrides: Any) -> RunConfig:
             "compile": "none",
             "device": "cpu",
         }
+    if overrides.get("dtype") == "float32":
+        fields["attention"] = "sdpa"  # cuDNN and FlashAttention have no float32
     fields |= overrides
     if fields.get("world_size", 1) == 1:
         fields.setdefault("parallelism", "none")
@@ -161,6 +176,10 @@ def make_used(config: RunConfig, device: str) -> dict[str, Choice]:
     }
 
 
+def attention_kernels(attention: str, dtype: str) -> list[str]:
+    return ATTENTION_KERNELS[f"{attention}-float32" if (attention, dtype) == ("sdpa", "float32") else attention]
+
+
 def make_steps(config: RunConfig, step_time_s: float, first_step: int = 0, count: int | None = None) -> list[Step]:
     """One compile step, the warm-up, then measured steps that wobble by half a percent."""
     compiled = config.compile != "none" or config.cuda_graphs
@@ -201,6 +220,19 @@ def make_wall(steps: list[Step], phases: list[Phase]) -> Wall:
     )
 
 
+def usual_step_time_s(config: RunConfig, device: str) -> float:
+    """A realistic step: the same FLOP/s whatever the model's size, by what it computes in."""
+    terms = flop_terms(config.model, config.seq_len)
+    executed = 6 * terms.matmul_parameters + terms.attention / 2
+    if device == "cpu":
+        usual, rate = flop_terms(make_model("llama2-tiny"), 256), CPU_RATE
+    else:
+        arithmetic = "fp8" if config.fp8 else "tf32" if config.dtype == "float32" and config.tf32 else config.dtype
+        usual, rate = flop_terms(make_model("llama2-1.36b"), 2048), H100_RATES[arithmetic]
+    tokens_a_rank = config.tokens_per_step / config.world_size
+    return tokens_a_rank / rate * executed / (6 * usual.matmul_parameters + usual.attention / 2)
+
+
 def make_run_log(
     *,
     device: str = "cuda",
@@ -224,12 +256,7 @@ def make_run_log(
 
     config = log_fields.pop("config", None) or make_run_config(device, **config_fields)
     if step_time_s is None:
-        tokens_a_rank = config.tokens_per_step / config.world_size
-        step_time_s = tokens_a_rank / (72_000 if device == "cuda" else 11_000)
-        if device == "cuda":  # the same FLOP/s whatever the model's size
-            llama2_flops = 6 * 1_294_159_104 + 12 * 18 * 2304 * 2048
-            terms = flop_terms(config.model, config.seq_len)
-            step_time_s *= (6 * terms.parameters + terms.attention) / llama2_flops
+        step_time_s = usual_step_time_s(config, device)
 
     steps = make_steps(config, step_time_s, first_step, step_count)
     middle = steps[len(steps) // 2].step if steps else 0
@@ -274,7 +301,7 @@ def make_run_log(
             for rank in range(config.world_size)
         ],
         "kernels": Kernels(
-            attention=ATTENTION_KERNELS.get(used["attention"].used, [f"{used['attention'].used}_fwd_kernel"])
+            attention=attention_kernels(used["attention"].used, config.dtype)
             if device == "cuda"
             else ["aten::_scaled_dot_product_flash_attention_for_cpu"],
             matmul=MATMUL_KERNELS[config.dtype] if device == "cuda" else ["aten::mm", "aten::addmm"],
