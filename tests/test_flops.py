@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from mfubench.config import ModelConfig, RunConfig
@@ -20,6 +19,7 @@ from mfubench.flops import (
 )
 from mfubench.model import build_model
 from mfubench.presets import load_model, preset_names
+from mfubench.train.modules import checkpoint_activations
 
 # Parameters and palm GFLOP a token at 2,048 tokens, worked out by hand.
 EXACT = {
@@ -69,21 +69,21 @@ def run_of(model: ModelConfig, **overrides: Any) -> RunConfig:
     return RunConfig(**{**values, "dtype": "float32", "attention": "eager", "loss": "full", **overrides}, model=model)
 
 
-def counted_flops_per_token(config: RunConfig, early_stop: bool = False) -> float:
+def counted_flops_per_token(config: RunConfig, compiled: bool = False) -> float:
     """Forward and backward of one micro-batch, counted by torch while it runs; eager attention computes all T x T."""
     torch.manual_seed(0)
     decoder = build_model(config, device="cpu")
-    batch = torch.randint(0, config.model.vocab_size, (config.micro_batch_size, config.seq_len + 1))
-    if config.activation_checkpointing == "full":
+    inputs, labels = torch.randint(0, config.model.vocab_size, (2, config.micro_batch_size, config.seq_len))
+    if config.activation_checkpointing != "none":
+        checkpoint_activations(decoder, config.activation_checkpointing)
+    if compiled:
+        torch._dynamo.reset()
         for block in decoder.blocks:
-            block.forward = checkpointed(block.forward)
-    with set_checkpoint_early_stop(early_stop), FlopCounterMode(display=False) as counter:
-        decoder(batch[:, :-1], batch[:, 1:]).backward()
-    return counter.get_total_flops() / (config.micro_batch_size * config.seq_len)
-
-
-def checkpointed(forward: Any) -> Any:
-    return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False)
+            block.forward = torch.compile(block.forward, backend="aot_eager", dynamic=False)
+        decoder(inputs, labels).backward()
+    with FlopCounterMode(display=False) as counter:
+        decoder(inputs, labels).backward()
+    return counter.get_total_flops() / inputs.numel()
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -146,19 +146,25 @@ def test_formula_equals_torch_count(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_recomputation_equals_torch_count(shape: str) -> None:
-    """HFU's numerator with every block checkpointed: what torch counts, less the half that causal kernels skip.
-
-    Eager blocks stop early: their last matmul, whose output nothing needs again, is not repeated (but before a norm).
-    """
+    """HFU's numerator with every block checkpointed: what torch counts, less the half that causal kernels skip."""
     model = ModelConfig(**{**BASE, "max_position_embeddings": 16, **SHAPES[shape]})
     config = run_of(model, activation_checkpointing="full")
     terms = flop_terms(model, config.seq_len)
     skipped = (terms.attention + terms.attention / 3) / 2  # of forward, backward, and the forward repeated
-    executed = executed_flops_per_token(terms, config)
-    assert executed == pytest.approx(counted_flops_per_token(config) - skipped, rel=1e-12)
-    last_matmuls = 2 * model.num_hidden_layers * model.intermediate_size * model.hidden_size
-    stopped_early = counted_flops_per_token(config, early_stop=True) - skipped
-    assert executed - stopped_early == pytest.approx(0 if model.norm_position == "post" else last_matmuls)
+    counted = counted_flops_per_token(config)
+    assert executed_flops_per_token(terms, config) == pytest.approx(counted - skipped, rel=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "repeats"), [("none", False), ("selective", False), ("full", True)])
+def test_compiled_recomputation_equals_eager(kind: str, repeats: bool) -> None:
+    """As a run does it: blocks checkpointed, then compiled."""
+    config = run_of(ModelConfig(**{**BASE, "max_position_embeddings": 16, **SHAPES["gqa"]}))
+    terms = flop_terms(config.model, config.seq_len)
+    checkpointed_config = config.model_copy(update={"activation_checkpointing": kind})
+    expected = executed_flops_per_token(terms, checkpointed_config) + terms.attention / 2
+    if repeats:
+        expected += terms.attention / 6
+    assert counted_flops_per_token(checkpointed_config, compiled=True) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])

@@ -124,14 +124,17 @@ def flops_per_token(terms: FlopTerms, convention: Convention) -> float:
 def executed_flops_per_token(terms: FlopTerms, config: RunConfig) -> float:
     """Causal FLOPs plus what activation checkpointing computes twice: the numerator of HFU.
 
-    `full` runs each block's forward again (2 FLOPs a block parameter and 1/3 of causal attention); `selective`
-    keeps matmul and attention outputs and repeats elementwise work only, which is not counted. Blocks that are not
-    compiled may leave out the last matmul of the repeated forward, whose output nothing needs (torch's early stop): up
-    to 2 FLOPs a parameter of the MLP's down projection less.
+    `full` runs each block's forward again: 2 FLOPs a block parameter and 1/3 of causal attention. Its last matmul, the
+    MLP's down projection, is left out where nothing needs its output again (torch stops early, compiled or not): always
+    but for post-norm, whose norm follows it. `selective` keeps matmul and attention outputs and repeats elementwise
+    work only, which is not counted.
     """
     executed = flops_per_token(terms, "causal")
     if config.activation_checkpointing == "full":
-        executed += 2 * terms.attention_mlp_parameters + terms.attention / 2 / 3
+        model = config.model
+        down = model.num_hidden_layers * model.intermediate_size * model.hidden_size
+        left_out = down if model.norm_position == "pre" else 0
+        executed += 2 * (terms.attention_mlp_parameters - left_out) + terms.attention / 2 / 3
     return executed
 
 

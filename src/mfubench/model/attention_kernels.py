@@ -96,7 +96,7 @@ def load_fa4() -> AttentionFunction:
     """
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    @torch.library.custom_op("mfubench::fa4", mutates_args=(), device_types="cuda")
+    @torch.library.custom_op("mfubench::fa4_attention", mutates_args=(), device_types="cuda")
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         out, log_sum_exp, *_ = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)
         return out, log_sum_exp
@@ -106,7 +106,7 @@ def load_fa4() -> AttentionFunction:
         B, T, H, _ = q.shape
         return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
 
-    @torch.library.custom_op("mfubench::fa4_backward", mutates_args=(), device_types="cuda")
+    @torch.library.custom_op("mfubench::fa4_attention_backward", mutates_args=(), device_types="cuda")
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
