@@ -1,16 +1,20 @@
-"""A tiny dataset and a tiny run, small enough for many real processes on two cores."""
+"""A tiny dataset, a tiny run, and ways to start it: in this process, as the launcher does, or many in one set of ranks."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from mfubench.config import ModelConfig, RunConfig
+from mfubench.run_log import RunLog, read_run_log
 
 VOCABULARY = 97
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def write_dataset(folder: Path, train_tokens: int = 20_000, val_tokens: int = 2_000) -> Path:
@@ -40,7 +44,7 @@ def write_dataset(folder: Path, train_tokens: int = 20_000, val_tokens: int = 2_
 
 
 def tiny_config(**overrides) -> RunConfig:
-    """Float32, global batch 8 by default, warm-up short enough that weights really move."""
+    """Float32, global batch 8 by default, a learning rate at which weights really move."""
     model = {
         "name": "tiny",
         "vocab_size": VOCABULARY,
@@ -67,6 +71,70 @@ def tiny_config(**overrides) -> RunConfig:
     return RunConfig.model_validate(values | overrides)
 
 
-@pytest.fixture(scope="session")
-def tiny_data(tmp_path_factory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("data") / "tiny")
+def run_arguments(config: RunConfig, data: Path, work: Path, *extra: str) -> list[str]:
+    output = work / "run.json"
+    return ["--config", config.to_json(), "--data", str(data), "--work", str(work), "--output", str(output), *extra]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS), **variables}
+
+
+def start_run(config: RunConfig, data: Path, work: Path, *extra: str, script: str = "", **variables: str):
+    """The launcher as a process of its own; `script` (below scripts/) stands in for the worker."""
+    module = [str(SCRIPTS / "launch_with.py"), script] if script else ["-m", "mfubench.train.launch"]
+    command = [sys.executable, *module, *run_arguments(config, data, work, *extra)]
+    return subprocess.Popen(command, env=environment(**variables), stderr=subprocess.PIPE, text=True)
+
+
+def finish_run(process, timeout_s: float = 120) -> tuple[int, str]:
+    """Exit code and standard error of a launcher."""
+    _, stderr = process.communicate(timeout=timeout_s)
+    return process.returncode, stderr
+
+
+def run(config: RunConfig, data: Path, work: Path, *extra: str, **options) -> RunLog:
+    """Run to the end in processes of their own, and read the run JSON."""
+    code, stderr = finish_run(start_run(config, data, work, *extra, **options))
+    assert code == 0, stderr
+    return read_run_log(work / "run.json")
+
+
+def run_here(config: RunConfig, data: Path, work: Path, *extra: str) -> RunLog:
+    """Run in this process (one rank): quick, since torch is loaded already."""
+    from mfubench.train.launch import main
+
+    code = main(run_arguments(config, data, work, *extra))
+    assert code == 0, (work / "failure.json").read_text() if (work / "failure.json").exists() else code
+    return read_run_log(work / "run.json")
+
+
+def run_many(configs: dict[str, RunConfig], data: Path, work: Path, timeout_s: float = 300) -> dict[str, RunLog]:
+    """Train one run after the other in one set of gloo ranks, which are started once."""
+    work.mkdir(parents=True, exist_ok=True)
+    world_sizes = {config.world_size for config in configs.values()}
+    assert len(world_sizes) == 1
+    (work / "configs.json").write_text(json.dumps({key: config.to_json() for key, config in configs.items()}))
+    world_size = world_sizes.pop()
+    processes = []
+    for rank in range(world_size):
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        variables = {key: str(value) for key, value in places.items()} | {"MFUBENCH_RENDEZVOUS": str(work / "address")}
+        command = [sys.executable, str(SCRIPTS / "train_many.py"), str(work), str(data)]
+        with open(work / f"rank-{rank}.log", "wb") as log:
+            processes.append(subprocess.Popen(command, env=environment(**variables), stdout=log, stderr=log))
+    try:
+        codes = [process.wait(timeout=timeout_s) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0] * world_size, (work / f"rank-{codes.index(max(codes, key=abs))}.log").read_text()[-3000:]
+    return {key: read_run_log(work / key / "run.json") for key in configs}
+
+
+def losses(log: RunLog) -> list[float]:
+    return [step.loss for step in log.steps]
+
+
+def grad_norms(log: RunLog) -> list[float]:
+    return [step.grad_norm for step in log.steps]

@@ -1,0 +1,202 @@
+"""A run killed at any instant and resumed gives the losses of one that never was."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+from train.train_runs import finish_run, losses, run, run_here, start_run, tiny_config
+
+from mfubench.config import ConfigError
+from mfubench.run_log import read_run_log
+from mfubench.train import checkpoint
+
+EVERY_5 = {"interval": 5}
+
+
+def ranks_of(launcher_pid: int) -> list[int]:
+    """Process ids of the ranks that a launcher has started."""
+    with open(f"/proc/{launcher_pid}/task/{launcher_pid}/children") as children:
+        return [int(pid) for pid in children.read().split()]
+
+
+def wait_for_step(work, step: int, process, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and process.poll() is None:
+        lines = (work / "steps.jsonl").read_text().splitlines() if (work / "steps.jsonl").exists() else []
+        if len(lines) > step:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached: {process.stderr.read() if process.poll() is not None else ''}")
+
+
+@pytest.fixture(scope="session")
+def two_ranks(data, tmp_path_factory):
+    """Uninterrupted runs of two ranks, bit for bit what a resumed one must give."""
+    logs = {}
+    for parallelism in ("ddp", "zero1"):
+        config = tiny_config(world_size=2, micro_batch_size=4, parallelism=parallelism)
+        logs[parallelism] = run(config, data, tmp_path_factory.mktemp("whole"))
+    return logs
+
+
+def test_one_process_stopped_and_resumed_is_bit_for_bit_the_same(data, tmp_path):
+    whole = run_here(tiny_config(parallelism="none"), data, tmp_path / "whole")
+    work = tmp_path / "parts"
+    first = run_here(tiny_config(parallelism="none", max_iters=7, checkpoint={"at_end": True}), data, work)
+    rest = run_here(tiny_config(parallelism="none"), data, work)
+    assert losses(first) == losses(whole)[:7]
+    assert losses(rest) == losses(whole)
+    assert [step.grad_norm for step in rest.steps] == [step.grad_norm for step in whole.steps]
+    assert [resume.step for resume in rest.resumes] == [7]
+    assert rest.wall.training_tokens == 13 * 8 * 16  # of this process alone
+    assert len(rest.rank_step_times_s[0]) == 20
+
+
+def test_keep_last_and_keep_all(data, tmp_path):
+    run_here(tiny_config(checkpoint={"interval": 5, "keep": "all"}), data, tmp_path / "all")
+    names = [path.name for path in checkpoint.complete(tmp_path / "all" / "checkpoints")]
+    assert names == ["step-000005", "step-000010", "step-000015", "step-000020"]
+    run_here(tiny_config(checkpoint={"interval": 5}), data, tmp_path / "last")
+    assert [path.name for path in (tmp_path / "last" / "checkpoints").iterdir()] == ["step-000020"]
+    saved = json.loads((tmp_path / "last" / "checkpoints" / "step-000020" / "config.json").read_text())
+    assert saved["max_iters"] == 20
+
+
+def test_a_run_that_is_complete_trains_no_further(data, tmp_path):
+    config = tiny_config(checkpoint={"at_end": True})
+    first = run_here(config, data, tmp_path)
+    again = run_here(config, data, tmp_path)
+    assert losses(again) == losses(first)
+    assert again.wall.training_tokens == 0
+
+
+def test_never_starts_anew(data, tmp_path):
+    run_here(tiny_config(max_iters=5, checkpoint={"at_end": True}), data, tmp_path)
+    log = run_here(tiny_config(max_iters=6), data, tmp_path, "--resume", "never")
+    assert log.resumes == []
+    assert [step.step for step in log.steps] == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"seq_len": 8}, "seq_len: 16 there, 8 here"), ({"seed": 5}, "seed: 1234 there, 5 here")]
+)
+def test_a_checkpoint_of_another_run_is_refused(change, message, data, tmp_path):
+    run_here(tiny_config(max_iters=2, checkpoint={"at_end": True}), data, tmp_path)
+    with pytest.raises(AssertionError, match=message):
+        run_here(tiny_config(**change), data, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelism", ["ddp", "zero1"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_sigkill_of_a_rank_at_a_random_instant(parallelism, victim, two_ranks, data, tmp_path):
+    config = tiny_config(world_size=2, micro_batch_size=4, parallelism=parallelism, checkpoint=EVERY_5)
+    process = start_run(config, data, tmp_path, script="planted.py", PLANT="slow")
+    wait_for_step(tmp_path, 0, process)
+    time.sleep(random.uniform(0, 3.5))  # the 20 steps take 4 s
+    os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
+    code, _ = finish_run(process)
+    assert code == 1
+    assert json.loads((tmp_path / "failure.json").read_text())["kind"] == "died"
+    assert not (tmp_path / "run.json").exists()
+    resumed = run(config, data, tmp_path)
+    assert losses(resumed) == losses(two_ranks[parallelism])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_sigkill_during_a_checkpoint_write_leaves_the_previous_one(victim, two_ranks, data, tmp_path):
+    config = tiny_config(world_size=2, micro_batch_size=4, checkpoint=EVERY_5)
+    process = start_run(config, data, tmp_path, script="killed_while_writing.py", KILL_AT="10", KILL_RANK=str(victim))
+    code, _ = finish_run(process)
+    assert code == 1
+    assert checkpoint.latest(tmp_path / "checkpoints").name == "step-000005"
+    resumed = run(config, data, tmp_path)
+    assert [resume.step for resume in resumed.resumes] == [5]
+    assert losses(resumed) == losses(two_ranks["ddp"])
+
+
+def test_sigterm_writes_a_checkpoint_and_says_resume(data, tmp_path, two_ranks):
+    config = tiny_config(world_size=2, micro_batch_size=4)
+    process = start_run(config, data, tmp_path, script="planted.py", PLANT="slow")
+    wait_for_step(tmp_path, 0, process)
+    process.send_signal(signal.SIGTERM)
+    code, stderr = finish_run(process)
+    assert code == 75, stderr
+    assert not (tmp_path / "run.json").exists()
+    done = json.loads((tmp_path / "stopped.json").read_text())["step"]
+    assert 1 < done < 20
+    resumed = run(config, data, tmp_path)
+    assert [resume.step for resume in resumed.resumes] == [done]
+    assert losses(resumed) == losses(two_ranks["ddp"])
+
+
+@pytest.mark.slow
+def test_sigterm_of_a_single_process(data, tmp_path):
+    whole = run_here(tiny_config(), data, tmp_path / "whole")
+    process = start_run(tiny_config(), data, tmp_path, script="planted.py", PLANT="slow")
+    wait_for_step(tmp_path, 0, process)
+    process.send_signal(signal.SIGTERM)
+    assert finish_run(process)[0] == 75
+    assert losses(run_here(tiny_config(), data, tmp_path)) == losses(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("zero1", 2), ("none", 1)),
+        (("none", 1), ("zero1", 4)),
+        (("fsdp", 2), ("ddp", 2)),
+        (("ddp", 2), ("fsdp", 4)),
+        (("zero1", 4), ("fsdp", 2)),
+        (("fsdp", 4), ("zero1", 2)),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_loads_at_another_world_size_and_parallelism(before, after, data, tmp_path):
+    def config(place, **options):
+        parallelism, world_size = place
+        return tiny_config(
+            parallelism=parallelism, world_size=world_size, micro_batch_size=8 // world_size, **options
+        )
+
+    whole = run_here(tiny_config(), data, tmp_path / "whole")
+    run(config(before, max_iters=8, checkpoint={"at_end": True}), data, tmp_path)
+    log = run(config(after), data, tmp_path)
+    assert [resume.step for resume in log.resumes] == [8]
+    assert losses(log) == pytest.approx(losses(whole), rel=1e-5)
+    assert len(log.rank_step_times_s) == after[1]
+    assert {len(times) for times in log.rank_step_times_s} == {20}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_resumes_exactly(dtype, data, tmp_path):
+    whole = run_here(tiny_config(dtype=dtype), data, tmp_path / "whole")
+    run_here(tiny_config(dtype=dtype, max_iters=9, checkpoint={"at_end": True}), data, tmp_path)
+    assert losses(run_here(tiny_config(dtype=dtype), data, tmp_path)) == losses(whole)
+
+
+def test_a_disk_that_is_too_full_is_told_before_training(tmp_path):
+    with pytest.raises(ConfigError, match="the disk has"):
+        checkpoint.prepare_folder(tmp_path, True, tiny_config(checkpoint=EVERY_5), parameters=10**15)
+
+
+def test_evaluation_only_needs_and_uses_a_checkpoint(data, tmp_path):
+    only = tiny_config(evaluation={"only": True, "iters": 2})
+    with pytest.raises(AssertionError, match="evaluation.only needs a checkpoint"):
+        run_here(only, data, tmp_path)
+    trained = run_here(
+        tiny_config(evaluation={"at_end": True, "iters": 2}, checkpoint={"at_end": True}), data, tmp_path
+    )
+    log = run_here(only, data, tmp_path)
+    assert log.status == "ok"
+    assert log.evaluations[-1].loss == trained.evaluations[-1].loss
+    assert log.wall.training_tokens == 0
+    assert read_run_log(tmp_path / "run.json").steps == trained.steps
