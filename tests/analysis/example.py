@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from factories import make_model, make_run_config, make_run_log
+from factories import make_model, make_run_config, make_run_log, make_wall
 
 from mfubench.ceilings.schema import Ceilings, MatmulRate
 from mfubench.run_log import Choice, Evaluation, RankMemory, RunLog, Step, write_json, write_run_log
@@ -33,7 +33,7 @@ GPU_CASES: dict[str, tuple[int, float, float, dict[str, Any]]] = {
     "tiers/tier2-repeat2": (8, 66_610, 52.0, {"loader": {"kind": "dataloader"}, "repeat": 2}),
     "tiers/tier3": (8, 68_900, 55.5, {"loader": {"kind": "dataloader"}, "cuda_graphs": True}),
     "ablations/4.1-sdpa": (8, 57_900, 52.4, {"attention": "sdpa"}),
-    "ablations/4.2-float32": (8, 24_800, 74.1, {"dtype": "float32", "attention": "sdpa"}),
+    "ablations/4.2-float32": (8, 24_800, 74.1, {"dtype": "float32"}),
     "ablations/4.2-bfloat16-control": (8, 57_850, 52.4, {"attention": "sdpa"}),
     "ablations/4.3-accumulation1": (8, 59_900, 52.0, {"gradient_accumulation_steps": 1}),
     "ablations/4.3-accumulation16": (8, 67_700, 52.0, {"gradient_accumulation_steps": 16}),
@@ -113,6 +113,7 @@ def make_gpu_log(name: str, seed: int, gpu_name: str = "NVIDIA H100 80GB HBM3", 
             "used": used,
             "evaluations": evaluations,
             "telemetry": telemetry,
+            "wall": make_wall(steps, log.phases),
         }
     )
 
@@ -222,10 +223,10 @@ def write_cpu_study(folder: Path) -> Path:
     for position, (name, fields) in enumerate(cases.items()):
         log = make_run_log(device="cpu", **{"name": name, "max_iters": 14, **fields})
         rate = 11_000 * (1.2 if "compile" in name else 1) * (0.7 if "gpus2" in name else 1)
-        write_run_log(
-            folder / "runs" / f"{name}.json",
-            log.model_copy(update={"steps": noisy_steps(log, rate, position, 0.02), "rank_step_times_s": []}),
-        )
+        steps = noisy_steps(log, rate, position, 0.02)
+        ranks = [[step.step_time_s for step in steps] for _ in range(log.config.world_size)]
+        changes = {"steps": steps, "rank_step_times_s": ranks, "wall": make_wall(steps, log.phases)}
+        write_run_log(folder / "runs" / f"{name}.json", log.model_copy(update=changes))
     write_ceilings(folder, "cpu", "AMD EPYC 7B13", {"fp32": 0.35})
     write_study_file(folder, "default", list(cases), None, None)
     return folder

@@ -108,6 +108,9 @@ def judge_effect(
     if not differs_in:
         reason = f"both arms ran the same settings{fallback_note(arm_runs[0].log)}"
         return Effect(name, arm, control, expected, "no contrast", None, {}, reason)
+    if list(differs_in) == ["attention"] and same_kernels(arm_runs[0].log, control_runs[0].log):
+        reason = "both arms ran the same attention kernels"
+        return Effect(name, arm, control, expected, "no contrast", None, differs_in, reason)
     measured = difference([run.rates for run in arm_runs], [run.rates for run in control_runs], spread)
     if measured is None:
         reason = "fewer than five measured steps in an arm"
@@ -122,6 +125,13 @@ def processes(measures: dict[str, Measures], name: str) -> list[Measures]:
     """The runs of a case that ended well: itself and its repeats."""
     base = base_name(name)
     return [judged for key, judged in measures.items() if base_name(key) == base and judged.log.status == "ok"]
+
+
+def same_kernels(first: RunLog, second: RunLog) -> bool:
+    """Whether both profiled the same attention kernels: then the setting changed its name only."""
+    if first.kernels is None or second.kernels is None or not first.kernels.attention:
+        return False
+    return set(first.kernels.attention) == set(second.kernels.attention)
 
 
 def fallback_note(log: RunLog) -> str:

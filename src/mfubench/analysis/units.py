@@ -94,3 +94,14 @@ def format_quantity(quantity: str, values: tuple[float, float]) -> str:
     if quantity == "parameters":
         return format_range(values, lambda value: f"{value:,.0f}", "parameters")
     return format_range(values, lambda value: f"{value:.4g}", "")
+
+
+def format_measured(quantity: str, value: float) -> str:
+    """A measured value of the same quantity, with the digits that a measurement has."""
+    if quantity == "mfu":
+        return f"{100 * value:.1f} % MFU"
+    if quantity == "tokens_per_s":
+        return f"{format_rate(value)} tokens/s"
+    if quantity == "memory_gb":
+        return f"{value:.1f} GB"
+    return format_quantity(quantity, (value, value))

@@ -45,6 +45,9 @@ def draw(found: Findings, theme: Theme) -> Figure:
     panels = figure.subplots(1, len(ladders), squeeze=False, sharey=True)[0]
     for axes, (stage, rungs) in zip(panels, ladders.items(), strict=True):
         draw_ladder(axes, found, stage, rungs, theme)
+    low, high = panels[0].get_ylim()  # shared by all panels
+    room = max(high - low, 0.06 * high)
+    panels[0].set_ylim(low - 0.3 * room, high + 0.2 * room)
     panels[0].set_ylabel(per_gpu(found))
     return figure
 
@@ -78,9 +81,6 @@ def draw_ladder(axes: Axes, found: Findings, stage: str, rungs: list[str], theme
                   va="bottom", size=8.5, color=theme.text, linespacing=1.35)  # fmt: skip
     axes.set_xticks(range(len(rungs)), [found.good[name].log.config.case for name in rungs])
     axes.set_xlim(-0.6, len(rungs) - 0.4)
-    low, high = axes.get_ylim()
-    room = max(high - low, 0.06 * high)
-    axes.set_ylim(low - 0.5 * room, high + 0.35 * room)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_rate(value)))
     world_size = found.good[rungs[-1]].log.config.world_size
     axes.set_title(f"{stage}, world size {world_size}", loc="left", color=theme.muted, weight="bold")

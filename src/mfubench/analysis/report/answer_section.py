@@ -43,7 +43,7 @@ def answer_blocks(found: Findings, answer: Answer) -> list[Block]:
         "case's processes."
     )
     columns = ["case|", "tokens/s in all", "against the fastest", per_gpu(found), "MFU (palm)"]
-    columns += ["spread of step times", "outliers", "failures", "memory"]
+    columns += ["spread", "outliers", "failures", "memory"]
     return [Cards(cards), Table(columns, [candidate_row(candidate) for candidate in shown], caption)]
 
 

@@ -8,9 +8,16 @@ from mfubench.analysis.contradictions import Contradiction, implied_mfu
 from mfubench.analysis.expected import Comparison
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report.blocks import Folded, Section, Table, Text
-from mfubench.analysis.units import format_quantity, format_share
+from mfubench.analysis.units import format_measured, format_quantity, format_share
 
 MARKS = {"as expected": "● as expected", "below": "▼ below", "above": "▲ above"}
+
+KINDS = {
+    "impossible": "impossible",
+    "contradicts itself": "rates that are not the MFU beside them",
+    "effect differs from the table": "effects that the tables deny",
+    "documents differ": "disagreements between documents",
+}
 
 
 def expected_section(found: Findings) -> Section:
@@ -31,39 +38,33 @@ def expected_section(found: Findings) -> Section:
             "hours are judged only on the machine they were stated for. A single figure stands for 5 % to either side."
         )
     )
-    if primary:
-        section.blocks.extend(comparison_tables(primary, "MFU testing guide"))
+    judged = [row for row in primary if row.verdict != "not comparable"]
+    elsewhere = [row for row in primary if row.verdict == "not comparable"]
+    if judged:
+        section.blocks.append(comparison_table(judged, "MFU testing guide"))
+    if elsewhere:
+        title = f"{len(elsewhere)} rates, memory figures and hours that were stated for another machine"
+        section.blocks.append(Folded(title, [comparison_table(elsewhere, "MFU testing guide")]))
     if further:
         title = f"{len(further)} further expectations, of other documents"
-        section.blocks.append(Folded(title, comparison_tables(further, "other documents")))
+        section.blocks.append(Folded(title, [comparison_table(further, "Other documents")]))
     return section
 
 
-def comparison_tables(rows: list[Comparison], source: str) -> list[Table]:
-    """MFU by itself, since it alone compares across machines; then the rest."""
-    parts = {
-        f"MFU (palm), {source}": [row for row in rows if row.quantity == "mfu"],
-        f"Rates, memory, loss, hours, parameters, {source}": [row for row in rows if row.quantity != "mfu"],
-    }
+def comparison_table(rows: list[Comparison], caption: str) -> Table:
     columns = ["case|", "expected", "measured", "verdict|", "stated for|", "source|"]
-    return [Table(columns, [comparison_row(row) for row in part], caption) for caption, part in parts.items() if part]
+    return Table(columns, [comparison_row(row) for row in rows], caption)
 
 
 def comparison_row(row: Comparison) -> list[str]:
-    measured = "–" if row.measured is None else format_quantity(row.quantity, (row.measured, row.measured))
+    measured = "–" if row.measured is None else format_measured(row.quantity, row.measured)
     verdict = MARKS.get(row.verdict, row.verdict)
     if row.verdict == "not comparable":
         verdict = "other machine"
     if row.verdict == "not measured" and row.note:
         verdict = f"not measured: {row.note}"
-    return [
-        f"`{row.case}`",
-        format_quantity(row.quantity, row.expected),
-        measured,
-        verdict,
-        row.expected_on,
-        row.source,
-    ]
+    expected = format_quantity(row.quantity, row.expected)
+    return [f"`{row.case}`", expected, measured, verdict, short(row.expected_on), row.source]
 
 
 def contradictions_section(found: Findings) -> Section:
@@ -74,28 +75,29 @@ def contradictions_section(found: Findings) -> Section:
         )
         return section
     kinds = Counter(fault.kind for fault in found.contradictions)
-    counted = ", ".join(f"**{count}** {kind}" for kind, count in kinds.items())
+    counted = ", ".join(f"**{count}** {KINDS[kind]}" for kind, count in kinds.items())
     statements = f"{len(found.expectations.expectations)} statements about {found.expectations.model}"
     section.blocks.append(
         Text(
-            f"{statements} were checked by arithmetic alone: {counted}. Each rate is worth a certain MFU on the machine "
-            "it is stated for; a rate that is not the MFU beside it cannot be met together with it."
+            f"{statements} were checked by arithmetic alone: {counted}. Each rate is worth a certain MFU on the "
+            "machine it is stated for; a rate that is not the MFU beside it cannot be met together with it."
         )
     )
-    section.blocks.append(implied_table(found))
+    section.blocks.append(implied_table(found, "primary"))
+    section.blocks.append(Folded("The same for the other documents", [implied_table(found, "further")]))
     rest = [fault for fault in found.contradictions if fault.kind != "contradicts itself"]
     if rest:
         section.blocks.append(fault_table(rest))
     return section
 
 
-def implied_table(found: Findings) -> Table:
+def implied_table(found: Findings, rank: str) -> Table:
     """Every stated rate or duration beside the MFU that it stands for."""
     assert found.expectations is not None
     rows = []
     for item in found.expectations.expectations:
         implied = implied_mfu(found.expectations, item)
-        if implied is None:
+        if implied is None or item.rank != rank:
             continue
         machine = found.expectations.machines[item.machine]
         stated = (

@@ -32,8 +32,8 @@ def effects_section(found: Findings) -> Section:
         band = format_percent(no_difference_band(spread), 2)
         basis = (
             f"{spread.processes} processes of {spread.cases} settings that ran more than once tell how much processes "
-            f"differ on this machine: {format_percent(spread.log_deviation, 2)} (standard deviation of the median rate). "
-            f"Two single processes that differ by less than {band} show **no difference**; an interval is never "
+            f"differ on this machine: {format_percent(spread.log_deviation, 2)}, the standard deviation of the median "
+            f"rate. Two single processes that differ by less than {band} show **no difference**; an interval is never "
             "narrower than the steps themselves allow (block bootstrap)."
         )
     blocks: list[Block] = [Text(basis)]

@@ -18,6 +18,7 @@ import mfubench
 from mfubench.analysis.figures.style import DARK, LIGHT, machine_label, png
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report.answer_section import answer_section
+from mfubench.analysis.report.audit_section import audit_of, audit_section, verdict_of
 from mfubench.analysis.report.blocks import Figure, Section
 from mfubench.analysis.report.closing_sections import (
     environment_section,
@@ -53,6 +54,7 @@ def sections_of(found: Findings) -> list[Section]:
         extrapolation_section(found),
         runs_section(found),
         environment_section(found),
+        audit_section(found),
         reading_section(),
     ]
 
@@ -98,6 +100,7 @@ def head_facts(found: Findings) -> dict[str, Any]:
         "measured_from": times[0][:16].replace("T", " ") if times else None,
         "measured_to": times[-1][:16].replace("T", " ") if times else None,
         "version": mfubench.__version__,
+        "audit": verdict_of(audit_of(found)),
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
@@ -119,8 +122,13 @@ def templates() -> Environment:
 def inline_html(text: str) -> Markup:
     """Escaped text with `code` and **bold** as elements."""
     html = str(escape(text))
-    html = re.sub(r"`([^`]+)`", r"<code>\1</code>", html)
-    return Markup(re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", html))
+    parts = re.split(r"`([^`]+)`", html)  # text and code by turns
+    for position, part in enumerate(parts):
+        if position % 2:
+            parts[position] = f"<code>{part}</code>"
+        else:  # long file names may break after an underscore
+            parts[position] = re.sub(r"(?<=[a-z])_(?=[a-z])", "_<wbr>", part)
+    return Markup(re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", "".join(parts)))
 
 
 def markdown_cell(text: str) -> str:
