@@ -1,0 +1,163 @@
+"""How runs end badly: every end leaves a record, no rank is left hanging."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from train.train_runs import finish_run, run, run_arguments, run_here, start_run, tiny_config, write_dataset
+
+from mfubench.run_log import read_run_log
+from mfubench.train import failures
+from mfubench.train.launch import main
+
+TWO_RANKS = {"world_size": 2, "micro_batch_size": 4}
+
+
+def failure(work) -> dict:
+    return json.loads((work / "failure.json").read_text())
+
+
+@pytest.mark.parametrize("plant", ["oom", "cudnn"])
+def test_out_of_memory_of_one_rank_ends_all_with_status_oom(plant, data, tmp_path):
+    process = start_run(
+        tiny_config(**TWO_RANKS), data, tmp_path, script="planted.py", PLANT=plant, PLANT_RANK="1", PLANT_STEP="4"
+    )
+    code, stderr = finish_run(process)
+    assert code == 0, stderr
+    log = read_run_log(tmp_path / "run.json")
+    assert log.status == "oom"
+    assert log.reason.startswith("rank 1: ")
+    records = failures.read_failures(tmp_path)
+    assert [record.rank for record in records if record.kind == "oom"] == [1]
+    ended = max((tmp_path / "ranks" / f"rank-{rank}.log").stat().st_mtime for rank in range(2))
+    assert ended - records[0].at < 5  # seconds
+    assert log.environment.torch == torch.__version__
+    assert log.parameters.total > 0
+
+
+def test_an_error_of_one_rank_is_the_cause_and_not_what_follows_from_it(data, tmp_path):
+    process = start_run(tiny_config(**TWO_RANKS), data, tmp_path, script="planted.py", PLANT="error", PLANT_RANK="1")
+    code, stderr = finish_run(process)
+    assert code == 1
+    assert "rank 1: ValueError: planted error" in stderr
+    assert failure(tmp_path)["kind"] == "error"
+    assert "planted.py" in failure(tmp_path)["traceback"]
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_hung_collective_ends_with_the_stacks_of_all_ranks(data, tmp_path):
+    process = start_run(
+        tiny_config(**TWO_RANKS),
+        data,
+        tmp_path,
+        script="planted.py",
+        PLANT="hang",
+        PLANT_RANK="1",
+        MFUBENCH_TIMEOUT_S="4",
+    )
+    code, _ = finish_run(process)
+    assert code == 1
+    record = failure(tmp_path)
+    assert record["kind"] == "hang"
+    assert "MFUBENCH_TIMEOUT_S" in record["reason"]
+    stacks = [(tmp_path / "ranks" / f"stacks-{rank}.txt").read_text() for rank in range(2)]
+    assert len(record["stacks"]) == 2
+    assert "planted.py" in stacks[1]  # where rank 1 sleeps
+    assert "forward_backward" in stacks[0] or "maximum" in stacks[0]  # where rank 0 waits for it
+
+
+def test_a_loss_that_is_not_finite_ends_with_status_diverged_and_the_step(data, tmp_path):
+    optimizer = {"learning_rate": 1e30, "min_learning_rate": 0.0, "warmup_iters": 0, "grad_clip": 0.0}
+    log = run_here(tiny_config(optimizer=optimizer, max_iters=200), data, tmp_path)
+    assert log.status == "diverged"
+    first = next(step.step for step in log.steps if step.loss is None)
+    assert log.reason == f"the loss of step {first} is not finite"
+    assert log.steps[-1].step - first <= 10
+    assert "NaN" not in (tmp_path / "run.json").read_text()
+
+
+@pytest.mark.slow
+def test_several_ranks_agree_that_they_diverged(data, tmp_path):
+    optimizer = {"learning_rate": 1e30, "min_learning_rate": 0.0, "warmup_iters": 0, "grad_clip": 0.0}
+    log = run(tiny_config(optimizer=optimizer, max_iters=200, **TWO_RANKS), data, tmp_path)
+    assert log.status == "diverged"
+
+
+def test_a_required_setting_that_is_not_to_be_had_skips_the_run(data, tmp_path):
+    log = run_here(tiny_config(cuda_graphs=True, requires=("cuda_graphs", "dtype")), data, tmp_path)
+    assert log.status == "skipped"
+    assert "cuda_graphs: true was asked for, false is what there is (a CPU has no CUDA graphs)" in log.reason
+    assert log.steps == []
+    assert run_here(tiny_config(cuda_graphs=True, max_iters=2), data, tmp_path).status == "ok"
+    assert run_here(tiny_config(requires=("attention", "loss"), max_iters=2), data, tmp_path).status == "ok"
+
+
+@pytest.mark.slow
+def test_a_memory_cap_makes_large_batches_out_of_memory(data, tmp_path):
+    small = run(tiny_config(memory_cap_gib=1.0, max_iters=2), data, tmp_path / "small")
+    assert small.status == "ok"
+    large = run(tiny_config(memory_cap_gib=1.0, micro_batch_size=60_000, max_iters=2), data, tmp_path / "large")
+    assert large.status == "oom", large.reason
+
+
+def test_damaged_data_is_a_sentence_and_no_traceback(tmp_path, capfd):
+    folder = write_dataset(tmp_path / "data")
+    (folder / "train.bin").write_bytes(b"1234")
+    code = main(run_arguments(tiny_config(), folder, tmp_path / "work"))
+    assert code == 1
+    assert "train.bin" in failure(tmp_path / "work")["reason"]
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_model_with_too_few_rows_for_the_data_is_refused(data, tmp_path):
+    assert main(run_arguments(tiny_config(model={"vocab_size": 50}), data, tmp_path)) == 1
+    assert "vocab_size 50" in failure(tmp_path)["reason"]
+
+
+def test_an_unwritable_folder_is_told_before_training(data, tmp_path, capfd):
+    (tmp_path / "file").write_text("")
+    assert main(run_arguments(tiny_config(), data, tmp_path / "file" / "work")) == 1
+    assert "cannot be written to" in capfd.readouterr().err
+
+
+def test_stale_results_are_not_taken_for_new_ones(data, tmp_path):
+    run_here(tiny_config(max_iters=2), data, tmp_path)
+    assert main(run_arguments(tiny_config(model={"vocab_size": 50}), data, tmp_path)) == 1
+    assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), "oom"),
+        (MemoryError(), "oom"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: ..."), "oom"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: not enough memory: you tried"), "oom"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "oom"),
+        (RuntimeError("NCCL error in: ..., unhandled cuda error. Last error: Cuda failure 2 'out of memory'"), "oom"),
+        (RuntimeError("Failed to CUDA calloc 6291456 bytes"), "oom"),
+        (OSError(12, "Cannot allocate memory"), "oom"),
+        (RuntimeError("std::bad_alloc"), "oom"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "error"),  # no device here, so not a full one
+        (ValueError("a shape is wrong"), "error"),
+    ],
+    ids=str,
+)
+def test_out_of_memory_by_any_name(error, kind):
+    assert failures.classify(error) == kind
+
+
+def test_errors_in_disguise_count_where_the_device_is_full(monkeypatch):
+    monkeypatch.setattr(failures, "device_is_full", lambda: True)
+    assert failures.classify(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")) == "oom"
+    assert failures.classify(ValueError("a shape is wrong")) == "error"
+
+
+def test_the_cause_comes_first(tmp_path):
+    now = time.time()
+    for rank, kind, at in ((0, "error", now + 1), (1, "error", now), (2, "oom", now + 2)):
+        failures.write_failure(tmp_path, failures.Failure(rank, kind, "", "", at))
+    assert [record.rank for record in failures.read_failures(tmp_path)] == [2, 1, 0]
