@@ -7,6 +7,7 @@ each rank, wall clock); one that names a field of RunLog replaces that field as 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +50,7 @@ ATTENTION_KERNELS = {
     ],
     "sdpa-float32": [
         "fmha_cutlassF_f32_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float, Sm80>::Params)",
-        "fmha_cutlassB_f32_aligned_64x64_k128_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<float, Sm80>::Params)",
+        "fmha_cutlassB_f32_aligned_64x64_k128_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<float>::Params)",
     ],
     "fa2": [
         "void flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4, false, false, cutlass::bfloat16_t>>",
@@ -71,8 +72,12 @@ CPU_RATE = 11_000  # tokens/s of llama2-tiny on one process
 
 def make_model(preset: str = "llama2-1.36b", **overrides: Any) -> ModelConfig:
     """A preset of config/models.yaml with keys overridden."""
-    presets = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
-    return ModelConfig(**{"name": preset, **presets[preset], **overrides})
+    return ModelConfig(**{"name": preset, **read_models()[preset], **overrides})
+
+
+@functools.cache
+def read_models() -> dict[str, dict[str, Any]]:
+    return yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
 
 
 def make_run_config(device: str = "cuda", **overrides: Any) -> RunConfig:

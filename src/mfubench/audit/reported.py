@@ -101,7 +101,7 @@ def make_reported(values: dict[str, Any], where: str) -> ReportedRun:
         near = difflib.get_close_matches(unknown[0], ReportedRun.model_fields, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"{where}: unknown figure {unknown[0]!r}{hint} Known: "
+            f"{where}: unknown figure {unknown[0]!r}{hint}. Known: "
             + ", ".join(key for key in ReportedRun.model_fields if not key.startswith("step_"))
         )
     try:

@@ -13,7 +13,7 @@ KERNEL_WORDS = {
     "cudnn": ("cudnn",),
     "torch_flash": ("pytorch_flash",),
     "efficient": ("fmha", "efficient_attention", "efficientattention"),
-    "package_flash": ("flash_fwd", "flash_bwd", "flashattn", "flash_attn", "flash::"),
+    "package_flash": ("flash_fwd", "flash_bwd", "flashattn", "flash_attn", "flashattention", "flash::"),
 }
 SHOWN_BY = {
     "cudnn": {"cudnn"},
@@ -123,10 +123,11 @@ def check_steps(log: RunLog) -> list[Finding]:
         sentence = f"step {repeated[0]} and {len(repeated) - 1} others are listed twice: their tokens count twice"
         return [Finding(code, sentence, 0.97, f"{tokens:,} tokens")]
     if numbers != sorted(numbers):
-        return [Finding("steps_miscounted", "the steps are not in order", 0.95)]
+        sentence = "the steps are not in order: records of several processes were mixed"
+        return [Finding("steps_miscounted", sentence, 0.95)]
     done = sum(1 for step in own_steps(log) if step.phase != "preheat") + (log.resumes[-1].step if log.resumes else 0)
     if done > log.config.max_iters:
-        sentence = f"{done} steps were done where max_iters is {log.config.max_iters}"
+        sentence = f"{done} steps were done where max_iters is {log.config.max_iters}: more work than the run claims"
         return [Finding("steps_miscounted", sentence, 0.95, log.config.max_iters)]
     return []
 

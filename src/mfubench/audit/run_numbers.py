@@ -24,10 +24,12 @@ OVERLAP_S = 0.5
 
 
 def own_steps(log: RunLog) -> list[Step]:
-    """The steps that the last process of the run did: those after the last resume."""
+    """The steps that the last process of the run did: those after the last resume, without the ones it repeats."""
     if not log.resumes:
         return log.steps
-    return [step for step in log.steps if step.step >= log.resumes[-1].step]
+    resumed = log.resumes[-1].step
+    begins = max((i for i, step in enumerate(log.steps) if step.step == resumed), default=None)
+    return log.steps[begins:] if begins is not None else [step for step in log.steps if step.step > resumed]
 
 
 def count_tokens(log: RunLog) -> tuple[Count | None, list[Finding]]:

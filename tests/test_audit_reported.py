@@ -1,0 +1,309 @@
+"""The audit of reported figures and legacy logs: the known cases, and faults planted one by one in consistent ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mfubench.audit import audit_figures, audit_paths
+from mfubench.audit.reported import make_reported
+from mfubench.cli import app
+from mfubench.config import ConfigError
+
+CASES = Path(__file__).parent / "audit_cases"
+EXPECTED = json.loads((CASES / "expected.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("file", EXPECTED)
+def test_known_cases(file: str) -> None:
+    answer = CliRunner().invoke(app, ["audit", "--json", str(CASES / file)])
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.output)
+    expected = EXPECTED[file]
+    assert {run["name"] for run in found["runs"]} == expected["runs"].keys()
+    for run in found["runs"]:
+        for key, value in expected["runs"][run["name"]].items():
+            if key != "note":
+                assert run[key] == value, (run["name"], key)
+    if "weak_scaling_efficiency" in expected:
+        assert found["weak_scaling_efficiency"] == expected["weak_scaling_efficiency"]
+
+
+def test_all_cases_at_once() -> None:
+    report = audit_paths([CASES / file for file in EXPECTED])
+    assert len(report.runs) == 4
+    assert report.weak_scaling_efficiency == 0.9984
+    assert report.impossible
+    assert "214" not in report.verdict() and "IMPOSSIBLE" in report.verdict()
+    assert "99.84%" in report.to_text()
+
+
+# --- faults in one good report ------------------------------------------------------------------------------------------
+
+# llama2-1.36b on 8 B200 at 41.7 % MFU: everything stated, everything true.
+GOOD: dict[str, Any] = {
+    "name": "good",
+    "gpu_name": "NVIDIA B200",
+    "num_gpus": 8,
+    "precision": "bfloat16",
+    "model": "llama2-1.36b",
+    "parameters": 1_294_159_104,
+    "seq_len": 2048,
+    "micro_batch_size": 24,
+    "gradient_accumulation_steps": 16,
+    "global_batch_size": 3072,
+    "step_time_s": 7.363,
+    "tokens_per_s": 854_472,
+    "flops_per_token": 8_784_170_496,
+    "hardware_peak_tflops": 18_000,
+    "achieved_tflops": 7505.8,
+    "mfu_percent": 41.7,
+}
+
+
+def codes(run: dict[str, Any]) -> list[str]:
+    figures = [f"{key}={value}" for key, value in run.items() if value is not None]
+    return audit_figures(figures).runs[0].codes
+
+
+def test_good_report_stands_with_any_figure_missing() -> None:
+    assert codes(GOOD) == []
+    for key in GOOD.keys() - {"num_gpus", "model"}:
+        assert codes({**GOOD, key: None}) == [], key
+
+
+FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "rate of one rank": (
+        {"tokens_per_s": 106_809, "achieved_tflops": 938.2, "mfu_percent": 5.21},
+        ["tokens_per_s_is_one_rank"],
+    ),
+    "rate of one micro-step": (
+        {"tokens_per_s": 53_405, "achieved_tflops": 469.1, "mfu_percent": 2.61},
+        ["tokens_per_s_excludes_accumulation"],
+    ),
+    "global rate shown per GPU": (
+        {"tokens_per_s": None, "tokens_per_s_per_gpu": 854_472, "achieved_tflops": None, "mfu_percent": None},
+        ["above_ceiling", "ranks_counted_twice"],
+    ),
+    "rate per GPU shown as global": ({"tokens_per_s": 854_472, "tokens_per_s_per_gpu": 854_472}, None),
+    "sparse peak": ({"hardware_peak_tflops": 36_000, "mfu_percent": 20.85}, ["peak_is_sparse"]),
+    "sparse peak of one card": ({"hardware_peak_tflops": 4500, "mfu_percent": 166.8}, ["peak_is_sparse"]),
+    "sparse peak behind the MFU": ({"hardware_peak_tflops": None, "mfu_percent": 20.85}, ["peak_is_sparse"]),
+    "peak of an A100": ({"hardware_peak_tflops": 2496, "mfu_percent": 300.7}, ["peak_is_wrong"]),
+    "peak of TF32": ({"hardware_peak_tflops": 9000, "mfu_percent": 83.4}, ["peak_is_wrong"]),
+    "one card's peak behind the MFU": ({"hardware_peak_tflops": None, "mfu_percent": 333.6}, ["peak_is_wrong"]),
+    "MFU divided by another peak": ({"mfu_percent": 55.0}, ["peak_is_wrong"]),
+    "unknown card": ({"gpu_name": "NVIDIA B209", "mfu_percent": None}, ["peak_unknown"]),
+    "banner of another accumulation": (
+        {"gradient_accumulation_steps": 64, "global_batch_size": 12_288},
+        ["accumulation_differs_from_banner"],
+    ),
+    "banner of another global batch": ({"global_batch_size": 12_288}, ["accumulation_differs_from_banner"]),
+    "faster than the card": (
+        {"step_time_s": 7.363 / 4, "tokens_per_s": 4 * 854_472, "achieved_tflops": None, "mfu_percent": 166.8},
+        ["above_ceiling"],
+    ),
+    "FLOPs of no convention": (
+        {"flops_per_token": 6 * 1_294_159_104 * 1.3, "achieved_tflops": None, "mfu_percent": None},
+        ["flops_convention_unstated"],
+    ),
+    "convention misnamed": ({"flops_convention": "causal"}, ["flops_convention_unstated"]),
+    "MFU by another convention": (
+        {"hardware_peak_tflops": None, "flops_per_token": None, "achieved_tflops": None, "mfu_percent": 37.2},
+        ["flops_convention_unstated"],
+    ),
+    "parameters without the embedding": ({"parameters": 1_294_159_104 - 73_728_000}, ["parameters_differ"]),
+    "tokens of before a resume": (
+        {"total_tokens": 2 * 854_472 * 3600, "total_time_s": 3600, "resumed_at_step": 1000},
+        ["resumed_tokens_counted"],
+    ),
+}
+FAULTS["rate per GPU shown as global"] = (
+    {
+        "tokens_per_s": 106_809,
+        "tokens_per_s_per_gpu": 106_809,
+        "achieved_tflops": None,
+        "mfu_percent": None,
+        "step_time_s": None,
+    },
+    ["tokens_per_s_is_one_rank"],
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_found_and_nothing_else(fault: str) -> None:
+    changes, expected = FAULTS[fault]
+    assert codes({**GOOD, **changes}) == expected
+
+
+def test_mfu_without_anything_to_compute_it_from() -> None:
+    assert codes({"gpu_name": "NVIDIA H100 80GB HBM3", "mfu_percent": 55, "tokens_per_s": 60_000}) == [
+        "flops_convention_unstated"
+    ]
+
+
+def test_tables_that_contradict_themselves() -> None:
+    """165K tokens/s of the 1.8B model on 8 B200 are 11 % MFU, not 50; 85B tokens in 6 hours are beyond the cards."""
+    model = {"gpu_name": "NVIDIA B200", "num_gpus": 8, "model": "qwen3-1.8b", "seq_len": 2048}
+    verdict = audit_figures(
+        [f"{k}={v}" for k, v in {**model, "tokens_per_s": 165_000, "mfu_percent": 50}.items()]
+    ).runs[0]
+    assert verdict.codes == ["peak_is_wrong"]
+    assert verdict.true_mfu_palm == pytest.approx(0.112, abs=0.001)
+    assert codes({**model, "total_tokens": 85e9, "total_time_s": 6 * 3600}) == ["above_ceiling"]
+
+
+def test_runs_with_unequal_work_are_not_comparable(tmp_path: Path) -> None:
+    runs = [
+        {
+            **GOOD,
+            "model": None,
+            "name": "four",
+            "num_gpus": 4,
+            "gradient_accumulation_steps": 8,
+            "global_batch_size": 768,
+        },
+        {**GOOD, "model": None, "name": "eight"},
+    ]
+    runs[0] |= {"tokens_per_s": 427_236, "step_time_s": 3.6815, "hardware_peak_tflops": 9000, "achieved_tflops": 3752.9}
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps({"runs": [{k: v for k, v in run.items() if v is not None} for run in runs]}))
+    report = audit_paths([path])
+    assert [run.codes for run in report.runs] == [["workloads_differ"], ["workloads_differ"]]
+    assert report.weak_scaling_efficiency == 1.0
+
+
+def test_bad_figures_are_told_in_a_sentence() -> None:
+    for figures, message in [
+        (["tokens_per_second=5"], "did you mean tokens_per_s"),
+        (["num_gpus=eight"], "num_gpus"),
+        (["B200"], "key=value"),
+        ([], "key=value"),
+        (["precision=int4"], "precision 'int4'"),
+        (["tokens_per_s=nan"], "tokens_per_s"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            audit_figures(figures)
+
+
+def test_command_line() -> None:
+    words = ["gpu=NVIDIA B200", "num_gpus=8", "tokens_per_s=106,809", "step_time_s=29.452", "micro_batch_size=24"]
+    words += ["seq_len=2048", "gradient_accumulation_steps=64", "model=llama2-1.36b"]
+    answer = CliRunner().invoke(app, ["audit", "--reported", *words])
+    assert answer.exit_code == 0
+    assert "854,472 tokens/s, MFU 41.7% palm" in answer.output
+    assert CliRunner().invoke(app, ["audit", "--strict", "--reported", *words]).exit_code == 1
+
+
+# --- faults in one good legacy log --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def good_legacy() -> dict[str, Any]:
+    """The A6000 log with its rates made those of both ranks."""
+    log = json.loads((CASES / "legacy_llama2_a6000.json").read_text(encoding="utf-8"))
+    for entry in log["training_iterations"]:
+        if isinstance(entry["mfu"], dict):
+            for key in ("mfu", "mfu_percent", "flops_achieved", "tokens_per_sec", "achieved_tflops"):
+                entry["mfu"][key] *= 2
+    return log
+
+
+def scale(**factors: float) -> Callable[[dict[str, Any]], None]:
+    def plant(log: dict[str, Any]) -> None:
+        for entry in log["training_iterations"][1:]:
+            for key, factor in factors.items():
+                entry["mfu"][key] *= factor
+
+    return plant
+
+
+def rate_without_accumulation(log: dict[str, Any]) -> None:
+    scale(tokens_per_sec=1 / 8, mfu=1 / 8, flops_achieved=1 / 8)(log)
+
+
+def compile_in_the_average(log: dict[str, Any]) -> None:
+    first = copy.deepcopy(log["training_iterations"][1])
+    seconds = log["training_iterations"][0]["time_ms"] / 1e3
+    first |= {"iter": 0, "time_ms": seconds * 1e3}
+    first["mfu"]["tokens_per_sec"] = 163_840 / seconds
+    log["training_iterations"][0] = first
+
+
+def evaluation_in_the_iteration(log: dict[str, Any]) -> None:
+    log["startup_info"]["config"]["eval_interval"] = 100
+    for entry in log["training_iterations"]:
+        if entry["iter"] and entry["iter"] % 100 == 0:
+            seconds = entry["time_ms"] / 1e3 + 25
+            entry["time_ms"], entry["mfu"]["tokens_per_sec"] = seconds * 1e3, 163_840 / seconds
+
+
+def card_that_fell_to_another(log: dict[str, Any]) -> None:
+    scale(hardware_peak_flops=624 / 310, mfu=310 / 624)(log)
+
+
+def unknown_card(log: dict[str, Any]) -> None:
+    log["startup_info"]["hardware"]["gpu_name"] = "NVIDIA RTX A6001"
+
+
+LEGACY_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
+    "none": (scale(), []),
+    "rate of one rank": (scale(tokens_per_sec=0.5, mfu=0.5, flops_achieved=0.5), ["tokens_per_s_is_one_rank"]),
+    "rate of one micro-step": (rate_without_accumulation, ["tokens_per_s_excludes_accumulation"]),
+    "sparse peak": (scale(hardware_peak_flops=2, mfu=0.5), ["peak_is_sparse"]),
+    "peak of another card": (card_that_fell_to_another, ["peak_is_wrong"]),
+    "unknown card": (unknown_card, ["peak_unknown"]),
+    "clock read too early": (
+        scale(tokens_per_sec=4, mfu=4, flops_achieved=4),
+        ["above_ceiling", "ranks_counted_twice"],
+    ),
+    "FLOPs of another model": (scale(flops_per_token=1.4), ["flops_convention_unstated"]),
+    "compilation counted": (compile_in_the_average, ["warm_up_included"]),
+    "evaluation counted": (evaluation_in_the_iteration, ["time_contains_other_work"]),
+}
+
+
+@pytest.mark.parametrize("fault", LEGACY_FAULTS)
+def test_planted_fault_in_a_legacy_log(fault: str, good_legacy: dict[str, Any], tmp_path: Path) -> None:
+    plant, expected = LEGACY_FAULTS[fault]
+    plant(good_legacy)
+    path = tmp_path / "legacy.json"
+    path.write_text(json.dumps(good_legacy))
+    assert audit_paths([path]).runs[0].codes == expected
+
+
+def test_legacy_log_with_nan_is_read(good_legacy: dict[str, Any], tmp_path: Path) -> None:
+    good_legacy["training_iterations"][5]["mfu"]["tokens_per_sec"] = float("nan")
+    path = tmp_path / "legacy.json"
+    path.write_text(json.dumps(good_legacy))
+    assert "NaN" in path.read_text()
+    assert audit_paths([path]).runs[0].codes == []
+
+
+def test_files_that_are_no_runs_are_told(tmp_path: Path) -> None:
+    for name, text, message in [
+        ("a.json", "{", "no valid JSON"),
+        ("b.json", "[]", "holds neither"),
+        ("c.json", '{"training_iterations": []}', "legacy log without"),
+        ("d.json", '{"runs": [3]}', "no mapping"),
+        ("e.json", '{"tokens": 3}', "unknown figure"),
+    ]:
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            audit_paths([tmp_path / name])
+    with pytest.raises(ConfigError, match="cannot be read"):
+        audit_paths([tmp_path / "missing.json"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no run found"):
+        audit_paths([tmp_path / "empty"])
+
+
+def test_unknown_model_is_told() -> None:
+    with pytest.raises(ConfigError, match="llama2-1"):
+        make_reported({"model": "llama2-1.37b"}, "here")
