@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from mfubench import measured_runs, planner_pages
+from mfubench.calibration import shipped_calibration
 from mfubench.commands.plan import app
 from mfubench.config import ConfigError, ModelConfig, parse
 from mfubench.flops import count_parameters, flop_terms, flops_per_token
@@ -27,6 +29,16 @@ DESIGNS = {
     "qwen3-1.8b": (1_829_189_632, 81.727e9, 2.33972),
     "llama2-1.36b": (1_294_159_104, 84.72e9, 2.37209),
 }
+
+
+@pytest.fixture(autouse=True)
+def no_shipped_runs(request, monkeypatch, tmp_path):
+    """Tests of this file do not depend on which measured studies ship, but for the one of the pages."""
+    shipped_calibration.cache_clear()
+    if "pages" not in request.node.name:
+        monkeypatch.setattr(measured_runs, "REFERENCE", tmp_path / "reference")
+    yield
+    shipped_calibration.cache_clear()
 
 
 def plan(**overrides) -> PlanConfig:
@@ -332,3 +344,11 @@ def test_isoflop_curve_touches_the_best_design():
     best = search(plan(indifference=0.0), count=1)[0]
     assert losses.min() == pytest.approx(best.loss, abs=1e-9)
     assert (np.diff(parameters) > 0).all() and (np.diff(tokens) < 0).mean() > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", planner_pages.PAGES)
+def test_pages_are_what_the_code_says(page):
+    """`python -m mfubench.planner_pages` rewrites them."""
+    text = (planner_pages.DOCS / page).read_text(encoding="utf-8")
+    assert planner_pages.fill(text, planner_pages.PAGES[page]) == text

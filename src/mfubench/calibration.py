@@ -8,36 +8,22 @@ out in turn, and where several models were measured each model left out in turn,
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from mfubench.card_rates import Beliefs, Rates, card_rates, load_beliefs
+from mfubench import measured_runs
+from mfubench.card_rates import Beliefs, load_beliefs
 from mfubench.ceilings import Ceilings
-from mfubench.config import ConfigError, RunConfig
-from mfubench.hardware import find_gpu, is_on
+from mfubench.measured_runs import MemoryObservation, Observation
 from mfubench.memory import MemoryFit, estimate_memory
-from mfubench.run_log import RunLog, read_run_log
-from mfubench.step_model import step_terms
 
 HALF_WIDTH = 1.96  # standard deviations in the half-width of a 95 % interval
 SMALLEST_FACTOR = 0.2
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One measured run: what the model says a step takes, term by term, and what it took."""
-
-    name: str
-    gpu: str  # key of the hardware row
-    config: RunConfig  # as it ran, not as it was asked for
-    rates: Rates
-    terms: dict[str, float]  # seconds
-    step_s: float
-    peak_reserved_gib: float | None
 
 
 @dataclass(frozen=True)
@@ -50,7 +36,8 @@ class Calibration:
     gpus: frozenset[str]  # keys of the hardware rows it was learnt on
     left_out_runs: float | None  # root mean square relative error of runs left out one at a time
     left_out_models: float | None  # the same, all runs of a model left out at a time
-    memory: MemoryFit
+    memory: MemoryFit = field(default_factory=MemoryFit)
+    ceilings: tuple[Ceilings, ...] = ()  # that the modelled seconds of the runs were counted with
 
     def factor(self, term: str) -> float:
         return self.factors.get(term, prior(load_beliefs(), term)[0])
@@ -84,90 +71,49 @@ def prior(beliefs: Beliefs, term: str) -> tuple[float, float]:
 
 def uncalibrated() -> Calibration:
     """Datasheet fractions and priors alone."""
-    return Calibration({}, {}, (), frozenset(), None, None, MemoryFit())
-
-
-# --- observations ----------------------------------------------------------------------------------------------------
-
-
-def read_runs(folders: Sequence[Path]) -> list[RunLog]:
-    """Every run JSON below some folders, in the order of their paths. Raises ConfigError where there is none.
-
-    Other JSON files (tables, machine.json, ceilings.json) lie beside them: a run JSON is one with a schema_version and
-    a config.
-    """
-    logs = []
-    for folder in folders:
-        if not folder.exists():
-            raise ConfigError(f"{folder}: no such folder; give one that holds run JSONs")
-        paths = [folder] if folder.is_file() else sorted(folder.rglob("*.json"))
-        logs += [read_run_log(path) for path in paths if looks_like_run(path)]
-    if not logs:
-        raise ConfigError(f"{', '.join(map(str, folders))}: holds no run JSON; give a folder with results of a study")
-    return logs
-
-
-def looks_like_run(path: Path) -> bool:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return all(key in text for key in ('"schema_version"', '"rank_step_times_s"', '"config"'))
-
-
-def as_run(log: RunLog) -> RunConfig:
-    """The configuration with every setting that fell back replaced by what ran."""
-    used = log.used
-    changes: dict[str, object] = {
-        key: used[key].used for key in ("attention", "compile", "loss", "dtype") if key in used
-    }
-    changes |= {key: is_on(used[key]) for key in ("cuda_graphs", "tf32", "fp8") if key in used}
-    if "parallelism" in used:
-        changes["parallelism"] = used["parallelism"].used
-    return log.config.model_copy(update=changes)
-
-
-def observe(logs: Sequence[RunLog], ceilings: Sequence[Ceilings] = ()) -> list[Observation]:
-    """The runs that measured steps on GPUs; others (CPU, out of memory, skipped) say nothing about the step's time."""
-    observations = []
-    for log in logs:
-        steps = [step.step_time_s for step in log.measured_steps()]
-        if log.status != "ok" or not steps or not log.environment.gpus:
-            continue
-        config = as_run(log)
-        gpu = log.environment.gpus[0].name
-        rates = card_rates(gpu, config, ceilings)
-        peaks = [memory.peak_reserved_gib for memory in log.memory if memory.peak_reserved_gib is not None]
-        observations.append(
-            Observation(
-                name=log.name,
-                gpu=find_gpu(gpu).key,
-                config=config,
-                rates=rates,
-                terms=step_terms(config, rates),
-                step_s=float(np.median(steps)),
-                peak_reserved_gib=max(peaks, default=None),
-            )
-        )
-    return observations
+    return Calibration({}, {}, (), frozenset(), None, None)
 
 
 # --- fit -------------------------------------------------------------------------------------------------------------
 
 
-def calibrate(observations: Sequence[Observation]) -> Calibration:
+def calibrate_on(folders: Sequence[Path], ceilings: Sequence[Ceilings] = ()) -> Calibration:
+    """Calibrate on the results of studies: run JSONs, memory searches and ceilings below some folders."""
+    logs = measured_runs.read_runs(folders)
+    ceilings = [*measured_runs.read_all_ceilings(folders), *ceilings]
+    peaks = measured_runs.observe_memory(logs) + measured_runs.read_memory_searches(folders)[0]
+    return calibrate(measured_runs.observe(logs, ceilings), peaks, ceilings)
+
+
+@functools.cache
+def shipped_calibration() -> Calibration:
+    """Calibrated on the measured studies that ship with the project; uncalibrated where there are none."""
+    folders = [measured_runs.REFERENCE]
+    if not measured_runs.REFERENCE.is_dir() or not measured_runs.hold_runs(folders):
+        return uncalibrated()
+    return calibrate_on(folders)
+
+
+def calibrate(
+    observations: Sequence[Observation],
+    peaks: Sequence[MemoryObservation] = (),
+    ceilings: Sequence[Ceilings] = (),
+) -> Calibration:
     """Fit the factors, and measure by leaving out how far off they are for what was not seen."""
     if not observations:
         return uncalibrated()
     factors, covariance = fit_factors(observations)
     models = sorted({one.config.model.name for one in observations})
+    by_model = [[one for one in observations if one.config.model.name == model] for model in models]
     return Calibration(
         factors=factors,
         covariance=covariance,
         runs=tuple(one.name for one in observations),
         gpus=frozenset(one.gpu for one in observations),
         left_out_runs=left_out_error([[one] for one in observations]),
-        left_out_models=left_out_error(
-            [[one for one in observations if one.config.model.name == model] for model in models]
-        ),
-        memory=fit_memory(observations),
+        left_out_models=left_out_error(by_model),
+        memory=fit_memory(peaks),
+        ceilings=tuple(ceilings),
     )
 
 
@@ -208,31 +154,29 @@ def left_out_error(groups: Sequence[Sequence[Observation]]) -> float | None:
     return float(np.sqrt(np.mean(np.square(errors))))
 
 
-def fit_memory(observations: Sequence[Observation]) -> MemoryFit:
+def fit_memory(peaks: Sequence[MemoryObservation]) -> MemoryFit:
     """Activation factor and reserve from measured peaks: two unknowns with priors, as for the factors of time.
 
-    measured reserved = states + logits + factor x activations + reserve; priors 1 +- 0.15 and 1.5 +- 1 GiB.
+    measured reserved = states + logits + factor x activations + reserve; priors 1 +- 0.15 and 1.5 +- 1 GiB, relative
+    residuals of 2 %.
     """
     start = MemoryFit()
-    rows = []
-    for one in observations:
-        if one.peak_reserved_gib is not None:
-            estimate = estimate_memory(one.config)
-            known = estimate.allocated_gib - estimate.activations
-            rows.append((estimate.activations, 1.0, one.peak_reserved_gib - known, one.peak_reserved_gib))
-    if not rows:
+    if not peaks:
         return start
-    activations, ones, target, peaks = np.array(rows).T
-    scale = 0.02 * peaks
-    design = np.stack([activations / scale, ones / scale], axis=1)
-    means, deviations = np.array([1.0, start.reserve_gib]), np.array([0.15, 1.0])
+    estimates = [estimate_memory(one.config) for one in peaks]
+    measured = np.array([one.peak_reserved_gib for one in peaks])
+    activations = np.array([estimate.activations for estimate in estimates])
+    target = measured - np.array([estimate.allocated_gib - estimate.activations for estimate in estimates])
+    scale = 0.02 * measured
+    design = np.stack([activations / scale, 1 / scale], axis=1)
+    means, deviations = np.array([start.activation_factor, start.reserve_gib]), np.array([0.15, 1.0])
     precision = design.T @ design + np.diag(deviations**-2.0)
     factor, reserve = np.linalg.solve(precision, design.T @ (target / scale) + means / deviations**2)
-    residuals = (target - factor * activations - reserve) / peaks
+    residuals = (target - factor * activations - reserve) / measured
     return MemoryFit(
         activation_factor=float(factor),
         reserve_gib=float(reserve),
         context_gib=start.context_gib,
         error_fraction=max(0.02, HALF_WIDTH * float(np.sqrt(np.mean(residuals**2)))),
-        source=f"calibrated on the peaks of {len(rows)} runs",
+        source=f"calibrated on the peaks of {len(peaks)} runs and trials",
     )

@@ -32,8 +32,8 @@ class TermPrior(Strict):
 class Beliefs(Strict):
     """config/prediction.yaml: its comments say what each number is and where it comes from."""
 
-    matmul_over_published: float = Field(gt=0)
     matmul_fraction: float = Field(gt=0)
+    matmul_size: int = Field(ge=1)
     bandwidth_fraction: float = Field(gt=0)
     link_fraction: float = Field(gt=0)
     pcie_link_fraction: float = Field(gt=0)
@@ -132,15 +132,11 @@ def datasheet_rates(gpu: str, config: RunConfig, network_gb_s: float | None = No
     beliefs = load_beliefs()
     row = find_gpu(gpu)
     peak = peak_for(gpu, config.dtype, config.tf32, config.fp8)
-    published = row.published_matmul_tflops
-    fraction: float = beliefs.matmul_fraction
-    if published is not None and row.dense_tflops.bf16:
-        fraction = beliefs.matmul_over_published * published / row.dense_tflops.bf16
     pcie = row.link.lower().startswith("pcie")
     return Rates(
         gpu=row.names[0],
         peak_tflops=peak.tflops,
-        matmul_tflops=fraction * peak.tflops,
+        matmul_tflops=arithmetic_tflops(row, peak.tflops, beliefs, 4 if config.dtype == "float32" else 2),
         attention={name: share * peak.tflops for name, share in beliefs.attention_fraction[generation(row)].items()},
         bandwidth_gb_s=beliefs.bandwidth_fraction * row.bandwidth_gb_s,
         operand_gb_s=beliefs.bandwidth_fraction * row.bandwidth_gb_s,
@@ -157,6 +153,23 @@ def datasheet_rates(gpu: str, config: RunConfig, network_gb_s: float | None = No
         contention=beliefs.contention,
         card_deviation=beliefs.card_deviation,
     )
+
+
+def arithmetic_tflops(row: HardwareRow, peak_tflops: float, beliefs: Beliefs, element_bytes: int) -> float:
+    """The rate that matmuls approach when their operands cost nothing, from the best published one (all in TFLOP/s).
+
+    A square matmul takes FLOPs / (rate x share of whole tiles) + operands / bandwidth, as `step_model` counts it; what
+    it was published to reach gives the rate. Other arithmetic than bf16 is taken to reach the same share of its peak.
+    """
+    fraction: float = beliefs.matmul_fraction
+    if row.published_matmul_tflops is not None and row.dense_tflops.bf16:
+        fraction = row.published_matmul_tflops / row.dense_tflops.bf16
+    size = beliefs.matmul_size
+    flops = 2.0 * size**3
+    seconds = flops / (fraction * peak_tflops * 1e12)
+    operands = element_bytes * 3 * size**2 / (beliefs.bandwidth_fraction * row.bandwidth_gb_s * 1e9)
+    share = tile_share(size, size, size, row.multiprocessors)
+    return flops / (seconds - operands) / share / 1e12
 
 
 # --- measured ceilings -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mfubench.calibration import Calibration, uncalibrated
+from mfubench.calibration import Calibration, shipped_calibration
 from mfubench.config import ConfigError, ModelConfig, Parallelism
 from mfubench.hardware import find_gpu
 from mfubench.memory import estimate_memory
@@ -42,7 +42,7 @@ class Machine:
     mfu: float | None = None
     price_per_gpu_hour: float | None = None
     parallelism: Parallelism | None = None
-    calibration: Calibration = field(default_factory=uncalibrated)
+    calibration: Calibration = field(default_factory=shipped_calibration)
 
     def __post_init__(self) -> None:
         find_gpu(self.gpu)  # an unknown card stops here

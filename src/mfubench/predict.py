@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mfubench.calibration import Calibration, Observation, fit_factors, predicted_seconds, uncalibrated
+from mfubench.calibration import Calibration, fit_factors, predicted_seconds, uncalibrated
 from mfubench.card_rates import card_rates
 from mfubench.ceilings import Ceilings
 from mfubench.config import ModelConfig, RunConfig, parse
 from mfubench.flops import CONVENTIONS, flop_terms, flops_per_token, mfu
 from mfubench.hardware import find_gpu
+from mfubench.measured_runs import Observation
 from mfubench.memory import MemoryEstimate, estimate_memory, largest_micro_batch
 from mfubench.step_model import resolve_settings, step_terms
 
@@ -90,12 +91,12 @@ def predict(
     ceilings: Sequence[Ceilings] = (),
     network_gb_s: float | None = None,
 ) -> Prediction:
-    """Predict one run on `gpu` (a name of config/hardware.yaml).
+    """Predict one run on `gpu` (a name of config/hardware.yaml), uncalibrated where no calibration is given.
 
     Raises ConfigError for a card without a row and for arithmetic that it does not have.
     """
     calibration = calibration or uncalibrated()
-    rates = card_rates(gpu, config, ceilings, network_gb_s)
+    rates = card_rates(gpu, config, [*calibration.ceilings, *ceilings], network_gb_s)
     config = resolve_settings(config, rates)
     modelled = step_terms(config, rates)
     terms = {term: calibration.factor(term) * seconds for term, seconds in modelled.items()}

@@ -24,8 +24,9 @@ GRADIENT_BYTES = 4  # gradients are accumulated and reduced in float32
 
 @dataclass(frozen=True)
 class Matmul:
-    """[rows, inner] x [inner, columns], done `count` times a micro-step."""
+    """[rows, inner] x [inner, columns] of projection `name`, done `count` times a micro-step."""
 
+    name: str
     rows: int
     inner: int
     columns: int
@@ -63,22 +64,28 @@ def micro_step_matmuls(config: RunConfig) -> list[Matmul]:
     for name, (inputs, outputs, count) in model_matmuls(config).items():
         again = config.activation_checkpointing == "full" and name != "lm_head"
         matmuls += [
-            Matmul(tokens, inputs, outputs, count * (2 if again else 1)),
-            Matmul(tokens, outputs, inputs, count),
-            Matmul(outputs, tokens, inputs, count),
+            Matmul(name, tokens, inputs, outputs, count * (2 if again else 1)),
+            Matmul(name, tokens, outputs, inputs, count),
+            Matmul(name, outputs, tokens, inputs, count),
         ]
     return matmuls
 
 
-def matmul_seconds(matmul: Matmul, rates: Rates, element_bytes: float) -> float:
+def matmul_seconds(matmul: Matmul, config: RunConfig, rates: Rates) -> float:
     """One matmul: arithmetic at the rate its tiles allow, plus its operands at memory speed.
 
     The sum, not the larger of the two: with it, one rate and one bandwidth describe the measured rates of an H100 for
-    the shapes of a 1.3B model (630 to 774 TFLOP/s) within a few percent.
+    the shapes of a 1.3B model (630 to 774 TFLOP/s) within a few percent. In float8 the head stays in 16 bits, at half
+    the rate, and every other operand is cast first: 2 bytes read, 1 written.
     """
     share = tile_share(matmul.rows, matmul.inner, matmul.columns, rates.multiprocessors)
-    arithmetic = matmul.flops / (rates.matmul_tflops * 1e12 * share)
-    return arithmetic + element_bytes * matmul.elements / (rates.operand_gb_s * 1e9)
+    seconds = matmul.flops / (rates.matmul_tflops * 1e12 * share)
+    moved = ELEMENT_BYTES[config.dtype] * matmul.elements
+    if config.fp8 and matmul.name == "lm_head":
+        seconds *= 2
+    elif config.fp8:
+        moved += 3 * matmul.inner * (matmul.rows + matmul.columns)
+    return seconds + moved / (rates.operand_gb_s * 1e9)
 
 
 def attention_seconds(config: RunConfig, rates: Rates) -> float:
@@ -221,20 +228,26 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
         changes["attention"] = "sdpa"
     elif config.attention == "auto":
         changes["attention"] = max(("cudnn", "sdpa"), key=lambda name: rates.attention[name])  # no package needed
-    if config.loss == "auto":
-        large = config.model.vocab_size >= LARGE_VOCABULARY
-        changes["loss"] = "chunked" if large else "full" if config.compile != "none" else "fused"
-    return config.model_copy(update=changes)
+    return resolve_loss(config.model_copy(update=changes))
+
+
+def resolve_loss(config: RunConfig) -> RunConfig:
+    """`loss: auto` replaced by what suits vocabulary and compiler on a GPU."""
+    if config.loss != "auto":
+        return config
+    large = config.model.vocab_size >= LARGE_VOCABULARY
+    loss = "chunked" if large else "full" if config.compile != "none" else "fused"
+    return config.model_copy(update={"loss": loss})
 
 
 def step_terms(config: RunConfig, rates: Rates) -> dict[str, float]:
     """Seconds of one step on one rank by term, uncorrected; the step is their sum.
 
-    Keys: matmul, attention.<backend>, elementwise or elementwise_eager, optimizer, communication, slowest_card, launch.
+    Keys: matmul (matmul.fp8, matmul.float32), attention.<backend>, elementwise or elementwise_eager, optimizer,
+    communication, slowest_card, launch.
     """
     steps = config.gradient_accumulation_steps
-    element = ELEMENT_BYTES[config.dtype]
-    matmul = sum(one.count * matmul_seconds(one, rates, element) for one in micro_step_matmuls(config))
+    matmul = sum(one.count * matmul_seconds(one, config, rates) for one in micro_step_matmuls(config))
     attention = attention_seconds(config, rates)
     elementwise = elementwise_bytes(config) / (rates.bandwidth_gb_s * 1e9)
     micro_step = matmul + attention + elementwise
@@ -247,8 +260,9 @@ def step_terms(config: RunConfig, rates: Rates) -> dict[str, float]:
 
     everything = steps * micro_step
     fused = "elementwise" if config.compile != "none" else "elementwise_eager"
+    arithmetic = ".fp8" if config.fp8 else ".float32" if config.dtype == "float32" else ""
     return {
-        "matmul": steps * matmul,
+        f"matmul{arithmetic}": steps * matmul,
         f"attention.{config.attention}": steps * attention,
         fused: steps * elementwise * (1 if config.compile != "none" else 2),
         "optimizer": (accumulation_bytes(config) + optimizer_bytes(config)) / (rates.bandwidth_gb_s * 1e9),

@@ -87,12 +87,12 @@ def search(
     mfu: Annotated[float | None, typer.Option(help="Fraction of the dense peak (palm); default: predicted.")] = None,
     parallelism: Annotated[Literal["none", "ddp", "zero1", "fsdp"] | None, typer.Option(help="Default: ddp.")] = None,
     price_per_gpu_hour: Annotated[float | None, typer.Option(help="In any currency.")] = None,
-    runs: Annotated[list[Path] | None, typer.Option(help="Run JSONs to calibrate the prediction on.")] = None,
+    runs: Annotated[list[Path] | None, typer.Option(help="Results to calibrate the prediction on.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Designs to show.")] = 5,
     as_json: Json = False,
 ) -> None:
     """Search the models of lowest predicted loss for a compute budget, or for hours of a machine."""
-    from mfubench.calibration import calibrate, observe, read_runs
+    from mfubench.calibration import calibrate_on
     from mfubench.config import ConfigError, parse
     from mfubench.planner import PlanConfig
     from mfubench.planner_machine import Machine, compute_in_hours, search_on_machine
@@ -123,7 +123,7 @@ def search(
             raise ConfigError("plan: --hours needs --gpu: whose hours are they?")
         designs, prices = search_designs(plan, count), []
     else:
-        calibration = {"calibration": calibrate(observe(read_runs(runs)))} if runs else {}
+        calibration = {"calibration": calibrate_on(runs)} if runs else {}
         machine = Machine(gpu, gpus, mfu, price_per_gpu_hour, parallelism, **calibration)
         if hours is not None:
             plan = plan.model_copy(update={"compute": compute_in_hours(plan, machine, hours)})

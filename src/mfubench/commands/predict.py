@@ -27,13 +27,17 @@ def predict(
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "bfloat16",
     activation_checkpointing: Annotated[Literal["none", "selective", "full"], typer.Option()] = "none",
     cuda_graphs: Annotated[bool, typer.Option("--cuda-graphs")] = False,
-    runs: Annotated[list[Path] | None, typer.Option(help="Folder of run JSONs to calibrate on (repeatable).")] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of results to calibrate on (repeatable); default: the shipped ones."),
+    ] = None,
+    uncalibrated: Annotated[bool, typer.Option("--uncalibrated", help="Datasheet and priors alone.")] = False,
     ceilings: Annotated[list[Path] | None, typer.Option(help="ceilings.json of a machine (repeatable).")] = None,
     network_gb_s: Annotated[float | None, typer.Option(help="Between nodes, GB/s a card.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict step time, tokens/s, MFU and memory of a run, each with an error bar."""
-    from mfubench.calibration import calibrate, observe, read_runs
+    from mfubench.calibration import calibrate_on, shipped_calibration
     from mfubench.ceilings import read_ceilings
     from mfubench.config import ConfigError
     from mfubench.predict import plan_run
@@ -41,7 +45,9 @@ def predict(
     from mfubench.presets import load_model
 
     measured = [read_ceilings(path) for path in ceilings or []]
-    calibration = calibrate(observe(read_runs(runs), measured)) if runs else None
+    calibration = None
+    if not uncalibrated:
+        calibration = calibrate_on(runs, measured) if runs else shipped_calibration()
     settings: dict[str, Any] = {
         "nnodes": nodes,
         "micro_batch_size": 1 if micro_batch_size is None else micro_batch_size,

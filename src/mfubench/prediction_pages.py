@@ -1,0 +1,222 @@
+"""The tables of docs/prediction.md: predictions beside first readings, reported runs and the founding expectations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mfubench import measured_runs
+from mfubench.analysis.expectations import Expectation, Expectations, load_expectations
+from mfubench.calibration import fit_memory
+from mfubench.flops import flop_terms, flops_per_token, mfu
+from mfubench.hardware import peak_for
+from mfubench.memory import largest_micro_batch
+from mfubench.predict import Prediction, check_predictions, format_checks, plan_run, predict
+from mfubench.presets import load_model
+
+H100, B200, A6000 = "NVIDIA H100 80GB HBM3", "NVIDIA B200", "NVIDIA RTX A6000"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A measured rate that is no run of this project."""
+
+    what: str
+    gpu: str
+    gpus: int
+    model: str
+    tokens_per_s_per_gpu: float
+    settings: dict[str, Any]
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+def batch(micro_batch_size: int, accumulation: int, **more: Any) -> dict[str, Any]:
+    return {"micro_batch_size": micro_batch_size, "gradient_accumulation_steps": accumulation, **more}
+
+
+# One H100, torch 2.11, 65,536 tokens a step (131,072 at micro-batch 16), single runs of 6 to 15 steps.
+READINGS = (
+    Reading("prototype of this step", H100, 1, "llama2-1.36b", 67_900, batch(8, 4, attention="cudnn")),
+    Reading("prototype of this step", H100, 1, "llama2-1.36b", 70_050, batch(16, 4, attention="cudnn")),
+    Reading("torchtitan 0.2.2", H100, 1, "llama3-1.5b", 57_100, batch(4, 8, attention="sdpa")),
+    Reading("torchtitan 0.2.2", H100, 1, "qwen3-1.8b", 48_300, batch(4, 8, attention="sdpa")),
+    Reading("torchtitan 0.2.2", H100, 1, "llama3-2.2b", 33_000, batch(2, 16, attention="sdpa")),
+    Reading("nanoGPT", H100, 1, "gpt2-1.36b", 62_850, batch(8, 4, attention="sdpa")),
+)
+
+# The founding system's own logs (torch 2.7, FlashAttention-2, compiled, weights and optimizer in bf16), its one-rank
+# tokens/s read as what they are. Its Qwen3 ran without grouped queries and with a narrower MLP.
+REPORTED = (
+    Reading("scaling report", B200, 2, "llama2-1.36b", 106_979, batch(24, 4, attention="fa2")),
+    Reading("scaling report", B200, 8, "llama2-1.36b", 106_809, batch(24, 64, attention="fa2")),
+    Reading(
+        "log of LLaMA-2",
+        "NVIDIA RTX A6000",
+        2,
+        "llama2-1.36b",
+        10_646,
+        batch(5, 8, attention="fa2", parallelism="zero1"),
+    ),
+    Reading(
+        "log of Qwen3",
+        "NVIDIA A100-SXM4-80GB",
+        2,
+        "qwen3-1.8b",
+        18_756,
+        batch(6, 16, attention="fa2", parallelism="zero1"),
+        {"vocab_size": 151_643, "qk_norm": False, "num_key_value_heads": 16, "intermediate_size": 5461},
+    ),
+)
+
+# Where the time of one step went, from a profile of the prototype at micro-batch 8: seconds.
+PROFILE = {"matmul": 0.690, "attention.cudnn": 0.109, "elementwise": 0.110, "optimizer": 0.036}
+
+# Settings of the founding tests on B200s, by case: micro-batch 24 (Qwen3: 20), accumulation 8, FlashAttention-2.
+CASES: dict[str, dict[str, Any]] = {
+    "baseline/1.1-plain": {"compile": "none"},
+    "baseline/1.2-compile": {},
+    "scaling/2.1-plain-gpus8": {"compile": "none"},
+    "scaling/2.2-compile-gpus8": {},
+    "tiers/tier3": {"cuda_graphs": True},
+    "ablations/4.1-sdpa": {"attention": "sdpa"},
+    "ablations/4.2-float32": {"dtype": "float32", "attention": "sdpa"},
+    "ablations/4.3-accumulation1": {"gradient_accumulation_steps": 1},
+    "ablations/4.3-accumulation16": {"gradient_accumulation_steps": 16},
+    "ablations/4.4-micro-batch8": {"micro_batch_size": 8},
+    "ablations/4.4-micro-batch32": {"micro_batch_size": 32},
+    "training/pretrain": {"parallelism": "zero1"},
+}
+# Micro-batch and accumulation of the founding guides: on B200s, and on two A6000s.
+BATCHES_B200 = {"llama2-1.36b": (24, 8), "qwen3-1.8b": (20, 8)}
+BATCHES_A6000 = {
+    "gpt2-1.36b": (4, 32),
+    "llama2-1.36b": (6, 32),
+    "llama3-1.5b": (8, 24),
+    "llama3-2.2b": (4, 32),
+    "qwen3-1.8b": (6, 32),
+}
+
+
+def predict_reading(reading: Reading) -> Prediction:
+    model = load_model(reading.model, reading.overrides)
+    return predict(plan_run(model, reading.gpus, **reading.settings), reading.gpu)
+
+
+def compare(readings: tuple[Reading, ...]) -> str:
+    lines = [
+        "| measured by | machine | model | micro-batch x accumulation | tokens/s/GPU | predicted | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in readings:
+        prediction = predict_reading(one)
+        predicted, config = prediction.tokens_per_s_per_gpu, prediction.config
+        lines.append(
+            f"| {one.what} | {one.gpus} x {one.gpu.removeprefix('NVIDIA ')} | {one.model} "
+            f"| {config.micro_batch_size} x {config.gradient_accumulation_steps} | {one.tokens_per_s_per_gpu:,.0f} "
+            f"| {predicted:,.0f} ± {100 * prediction.error_fraction:.0f} % "
+            f"| {100 * (predicted / one.tokens_per_s_per_gpu - 1):+.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+def measured_table() -> str:
+    """The shipped runs, predicted from those of LLaMA-2 1.36B on one GPU alone."""
+    folders = [measured_runs.REFERENCE]
+    if not measured_runs.REFERENCE.is_dir() or not measured_runs.hold_runs(folders):
+        return "No measured study ships yet: every prediction on this page is uncalibrated."
+    observations = measured_runs.observe(measured_runs.read_runs(folders), measured_runs.read_all_ceilings(folders))
+    checks = check_predictions(observations, fit_model="llama2-1.36b", fit_gpus=1)
+    unseen = [abs(check.error_fraction) for check in checks if not check.fitted]
+    summary = f"{sum(error <= 0.05 for error in unseen)} of {len(unseen)} runs that were not fitted lie within 5 %."
+    return f"{format_checks(checks)}\n{summary}"
+
+
+def limit_table() -> str:
+    """Measured memory limits beside the prediction from the peaks of everything but that search."""
+    folders = [measured_runs.REFERENCE]
+    peaks, limits = measured_runs.read_memory_searches(folders) if measured_runs.REFERENCE.is_dir() else ([], [])
+    if not limits:
+        return "No measured memory limit ships yet."
+    lines = ["| search | model | GPUs | memory | largest micro-batch | predicted |", "|---|---|---|---|---|---|"]
+    for limit in limits:
+        config = limit.config
+        fit = fit_memory([one for one in peaks if not one.name.startswith(f"{limit.name},")])
+        predicted = largest_micro_batch(config, limit.capacity_gib, fit)
+        lines.append(
+            f"| {limit.name} | {config.model.name} | {config.world_size} | {limit.capacity_gib:.1f} GiB "
+            f"| {limit.largest_micro_batch_size} | {predicted} |"
+        )
+    return "\n".join(lines)
+
+
+def reading_table() -> str:
+    return compare(READINGS)
+
+
+def reported_table() -> str:
+    return compare(REPORTED)
+
+
+def profile_table() -> str:
+    """The prototype's profile beside the model's terms, without any correction factor."""
+    terms = predict_reading(READINGS[0]).terms_s
+    lines = ["| term | measured | predicted |", "|---|---|---|"]
+    lines += [f"| {term} | {1000 * s:.0f} ms | {1000 * terms[term]:.0f} ms |" for term, s in PROFILE.items()]
+    return "\n".join(lines)
+
+
+def expectation_table() -> str:
+    """What the founding documents expect on 8 and 2 B200s and 2 A6000s, what it implies, and the prediction."""
+    lines = [
+        "| model | machine | case | expected MFU | expected tokens/s | which is an MFU of | predicted MFU, palm "
+        "| predicted tokens/s | expected memory | predicted |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in ("llama2-1.36b", "qwen3-1.8b", "gpt2-1.36b", "llama3-1.5b", "llama3-2.2b"):
+        expectations = load_expectations(name)
+        for one in expectations.expectations:
+            if one.case in CASES and (one.mfu or one.tokens_per_s):
+                row = expectation_row(name, expectations, one)
+                if row not in lines:
+                    lines.append(row)
+    return "\n".join(lines)
+
+
+def expectation_row(name: str, expectations: Expectations, one: Expectation) -> str:
+    machine = expectations.machines[one.machine]
+    assert one.case is not None
+    batches = BATCHES_A6000 if "A6000" in machine.card else BATCHES_B200
+    micro_batch_size, accumulation = batches[name]
+    settings = batch(micro_batch_size, accumulation, attention="fa2") | CASES[one.case]
+    model = load_model(name)
+    prediction = predict(plan_run(model, machine.world_size, **settings), machine.card)
+    flops = flops_per_token(flop_terms(model, expectations.seq_len), "palm")
+    peak = peak_for(machine.card, "bfloat16", tf32=True, fp8=False).tflops
+
+    def percent(value: float) -> str:
+        return f"{100 * value:.0f}"
+
+    implied = "–"
+    if one.tokens_per_s:
+        low, high = (mfu(rate / machine.world_size, flops, peak) for rate in one.tokens_per_s)
+        implied = span(low, high, percent, " %")
+    memory = prediction.memory.total_gib
+    cells = [
+        name,
+        f"{machine.world_size} x {machine.card.removeprefix('NVIDIA ')}",
+        one.case,
+        span(*one.mfu, percent, " %") if one.mfu else "–",
+        span(*one.tokens_per_s, lambda rate: f"{rate:,.0f}") if one.tokens_per_s else "–",
+        implied,
+        f"{100 * mfu(prediction.tokens_per_s_per_gpu, flops, peak):.0f} %",
+        f"{prediction.tokens_per_s:,.0f} ± {100 * prediction.error_fraction:.0f} %",
+        span(*one.memory_gb, lambda size: f"{size:g}", " GB") if one.memory_gb else "–",
+        f"{memory:.0f} GiB{'' if prediction.fits else ', does not fit'}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def span(low: float, high: float, write: Any, unit: str = "") -> str:
+    """A range, or one number where both ends read the same."""
+    first, last = write(low), write(high)
+    return f"{first}{unit}" if first == last else f"{first} to {last}{unit}"
