@@ -32,6 +32,7 @@ class Effect:
     difference: Difference | None
     differs_in: dict[str, tuple[Any, Any]]  # setting -> (control's, arm's), as they ran
     reason: str | None = None  # why it was not measured, or is no contrast
+    memory_change: float | None = None  # peak memory, arm over control: 0.1 is 10 % more
 
     @property
     def is_clean(self) -> bool:
@@ -118,7 +119,14 @@ def judge_effect(
     verdict: Verdict = "no difference"
     if measured.is_difference:
         verdict = "faster" if measured.change > 0 else "slower"
-    return Effect(name, arm, control, expected, verdict, measured, differs_in)
+    memory_change = change_of_memory(arm_runs, control_runs)
+    return Effect(name, arm, control, expected, verdict, measured, differs_in, memory_change=memory_change)
+
+
+def change_of_memory(arm: list[Measures], control: list[Measures]) -> float | None:
+    """Peak of the arm's fullest process over the control's, minus 1."""
+    peaks = [max((run.peak_memory_gib or 0.0 for run in runs), default=0.0) for runs in (arm, control)]
+    return peaks[0] / peaks[1] - 1 if all(peaks) else None
 
 
 def processes(measures: dict[str, Measures], name: str) -> list[Measures]:

@@ -103,8 +103,8 @@ def effects_table(effects: Sequence[Effect]) -> pd.DataFrame:
             numbers += (measured.arm_processes, measured.control_processes)
         differs_in = "; ".join(f"{key}: {before} → {after}" for key, (before, after) in effect.differs_in.items())
         sides = (effect.name, effect.arm, effect.control, effect.expected, effect.verdict)
-        rows.append((*sides, *numbers, differs_in, effect.reason))
-    return pd.DataFrame(rows, columns=[*names, *figures, "differs_in", "reason"])
+        rows.append((*sides, *numbers, effect.memory_change, differs_in, effect.reason))
+    return pd.DataFrame(rows, columns=[*names, *figures, "memory_change", "differs_in", "reason"])
 
 
 def scaling_table(points: Sequence[ScalingPoint]) -> pd.DataFrame:

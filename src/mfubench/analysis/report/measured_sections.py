@@ -40,7 +40,7 @@ def effects_section(found: Findings) -> Section:
     alt = "Points with intervals: change of the rate by each setting, beside what was expected of it."
     blocks.append(Figure("effects", alt, effects.draw))
     if found.effects:
-        columns = ["setting|", "worth", "95 % interval", "expected|", "differs in|", "cases|"]
+        columns = ["setting|", "worth", "95 % interval", "expected|", "memory", "differs in|", "cases|"]
         blocks.append(Table(columns, [effect_row(effect) for effect in found.effects], "Arm over control"))
     alt = "Rates of the baseline and tier cases in order, with the change from each to the next."
     blocks.append(Figure("ladder", alt, ladder.draw))
@@ -50,7 +50,7 @@ def effects_section(found: Findings) -> Section:
 def effect_row(effect: Effect) -> list[str]:
     names = f"`{effect.arm}` over `{effect.control}`"
     if effect.difference is None:
-        return [effect.name, f"**{effect.verdict}**", "–", effect.expected or "–", effect.reason or "–", names]
+        return [effect.name, f"**{effect.verdict}**", "–", effect.expected or "–", "–", effect.reason or "–", names]
     worth = format_signed_percent(effect.difference.change)
     if effect.verdict == "no difference":
         worth = f"no difference ({worth})"
@@ -59,7 +59,9 @@ def effect_row(effect: Effect) -> list[str]:
     differs_in = ", ".join(f"{key}: {before} → {after}" for key, (before, after) in effect.differs_in.items())
     if not effect.is_clean:
         differs_in += " (more than one thing: the effect has no single cause)"
-    return [effect.name, worth, format_interval(effect.difference.interval), effect.expected or "–", differs_in, names]
+    interval = format_interval(effect.difference.interval)
+    memory_change = "–" if effect.memory_change is None else format_signed_percent(effect.memory_change)
+    return [effect.name, worth, interval, effect.expected or "–", memory_change, differs_in, names]
 
 
 def scaling_section(found: Findings) -> Section:

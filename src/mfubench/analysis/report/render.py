@@ -126,8 +126,8 @@ def inline_html(text: str) -> Markup:
     for position, part in enumerate(parts):
         if position % 2:
             parts[position] = f"<code>{part}</code>"
-        else:  # long file names may break after an underscore
-            parts[position] = re.sub(r"(?<=[a-z])_(?=[a-z])", "_<wbr>", part)
+        else:  # long file names may break after an underscore, a number never before its per cent
+            parts[position] = re.sub(r"(?<=[a-z])_(?=[a-z])", "_<wbr>", part).replace(" %", "\u00a0%")
     return Markup(re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", "".join(parts)))
 
 

@@ -1,0 +1,136 @@
+"""Two studies side by side: another card, another week, another commit. Is anything slower than the spread explains?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mfubench.analysis.effects import differing_settings, processes, settings_that_ran
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.measures import Measures
+from mfubench.analysis.statistics import Difference, ProcessSpread, difference, process_spread
+from mfubench.analysis.study import base_name, machine_of
+
+Verdict = Literal["regression", "broken", "slower", "faster", "no difference", "only in one", "not measured"]
+
+
+@dataclass(frozen=True)
+class CaseChange:
+    """One case in both studies; rates in tokens/s/GPU, MFU by the palm convention."""
+
+    case: str
+    verdict: Verdict
+    before: float | None
+    after: float | None
+    before_mfu: float | None
+    after_mfu: float | None
+    before_memory_gib: float | None
+    after_memory_gib: float | None
+    difference: Difference | None  # second study over the first
+    differs_in: dict[str, tuple[Any, Any]]  # settings that ran otherwise
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class StudyComparison:
+    first: str
+    second: str
+    threshold: float
+    machines: tuple[str, str]
+    changes: list[CaseChange]
+    spread: ProcessSpread | None  # of both studies together
+
+    @property
+    def regressions(self) -> list[CaseChange]:
+        """What the second study does worse: slower by more than the threshold and the spread, or no longer at all."""
+        return [change for change in self.changes if change.verdict in ("regression", "broken")]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "regressions": [change.case for change in self.regressions]}
+
+
+def compare_studies(first: Path | str, second: Path | str, threshold: float) -> StudyComparison:
+    """Compare results folders case by case; `threshold` is the loss of rate that counts (0.02: 2 %).
+
+    A case is a regression when its rate fell by more than the threshold and the 95 % interval of the change lies
+    below zero, and broken when it ended well in the first study and did not in the second. Of smoke tests only that
+    is told: their few steps are a gate, no measurement.
+    Raises ConfigError as `load_study` does.
+    """
+    before, after = Findings.of(first, partial=True), Findings.of(second, partial=True)
+    spread = joint_spread([before.measures, after.measures])
+    names = dict.fromkeys(base_name(name) for name in [*before.measures, *after.measures, *after.study.failures])
+    changes = [compare_case(before, after, name, threshold, spread) for name in names]
+    return StudyComparison(
+        first=str(first),
+        second=str(second),
+        threshold=threshold,
+        machines=(machine_words(before), machine_words(after)),
+        changes=[change for change in changes if change.verdict == "broken" or not change.case.startswith("smoke/")],
+        spread=spread,
+    )
+
+
+def machine_words(found: Findings) -> str:
+    return machine_of(found.study.environment) if found.study.environment else "no run yet"
+
+
+def joint_spread(studies: list[dict[str, Measures]]) -> ProcessSpread | None:
+    """Spread between processes of one study each: what changed from study to study must not count as spread."""
+    groups: dict[tuple[int, str], list[float]] = {}
+    for number, measures in enumerate(studies):
+        for judged in measures.values():
+            if judged.log.status == "ok" and judged.tokens_per_s_per_gpu and judged.log.config.stage != "smoke":
+                key = (number, json.dumps(settings_that_ran(judged.log), sort_keys=True))
+                groups.setdefault(key, []).append(judged.tokens_per_s_per_gpu.median)
+    return process_spread(list(groups.values()))
+
+
+def compare_case(
+    before: Findings, after: Findings, name: str, threshold: float, spread: ProcessSpread | None
+) -> CaseChange:
+    old, new = processes(before.good, name), processes(after.good, name)
+    measured = difference([run.rates for run in new], [run.rates for run in old], spread)
+    verdict, reason = verdict_of(before, after, name, measured, threshold)
+    return CaseChange(
+        case=name,
+        verdict=verdict,
+        before=mean_rate(old),
+        after=mean_rate(new),
+        before_mfu=old[0].headline_mfu if old else None,
+        after_mfu=new[0].headline_mfu if new else None,
+        before_memory_gib=old[0].peak_memory_gib if old else None,
+        after_memory_gib=new[0].peak_memory_gib if new else None,
+        difference=measured,
+        differs_in=differing_settings(old[0].log, new[0].log) if old and new else {},
+        reason=reason,
+    )
+
+
+def verdict_of(
+    before: Findings, after: Findings, name: str, measured: Difference | None, threshold: float
+) -> tuple[Verdict, str | None]:
+    ended_before = {key: judged.log for key, judged in before.measures.items() if base_name(key) == name}
+    ended_after = {key: judged.log for key, judged in after.measures.items() if base_name(key) == name}
+    if any(log.status == "ok" for log in ended_before.values()):
+        failed = [log for log in ended_after.values() if log.status != "ok"]
+        if failed:
+            return "broken", f"ended as {failed[0].status}: {failed[0].reason or 'no reason recorded'}"
+        if name in after.study.failures:
+            return "broken", after.study.failures[name].reason
+    if not ended_before or not ended_after:
+        return "only in one", "not in the first study" if not ended_before else "not in the second study"
+    if measured is None:
+        return "not measured", "fewer than five measured steps in a study"
+    if not measured.is_difference:
+        return "no difference", None
+    if measured.change <= -threshold:
+        return "regression", None
+    return ("faster" if measured.change > 0 else "slower"), None
+
+
+def mean_rate(runs: list[Measures]) -> float | None:
+    rates = [run.tokens_per_s_per_gpu.median for run in runs if run.tokens_per_s_per_gpu]
+    return sum(rates) / len(rates) if rates else None

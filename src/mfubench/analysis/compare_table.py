@@ -1,0 +1,56 @@
+"""A comparison of two studies for the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from mfubench.analysis.compare import CaseChange, StudyComparison
+from mfubench.analysis.units import format_gib, format_interval, format_percent, format_rate, format_signed_percent
+
+STYLES = {"regression": "bold red", "broken": "bold red", "slower": "yellow", "faster": "green"}
+
+
+def print_comparison(comparison: StudyComparison, console: Console | None = None) -> None:
+    """The machines, one row a case, and the verdict."""
+    console = console or Console()
+    console.print(f"first:  {comparison.first} — {comparison.machines[0]}", highlight=False)
+    console.print(f"second: {comparison.second} — {comparison.machines[1]}", highlight=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("case", "first", "second", "change", "95 % interval", "MFU (palm)", "memory", "verdict"):
+        table.add_column(title, justify="left" if title in ("case", "verdict") else "right")
+    for change in comparison.changes:
+        table.add_row(*row_of(change), style=STYLES.get(change.verdict))
+    console.print(table)
+    for change in comparison.changes:
+        if change.differs_in:
+            differences = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in change.differs_in.items())
+            console.print(f"{change.case} ran with other settings: {differences}", highlight=False)
+    console.print(basis_of(comparison), highlight=False)
+    worse = ", ".join(change.case for change in comparison.regressions)
+    verdict = f"regression: {worse}" if worse else f"no regression beyond {format_percent(comparison.threshold)}"
+    console.print(verdict, style="bold red" if worse else "bold green", highlight=False)
+
+
+def row_of(change: CaseChange) -> list[str]:
+    measured = change.difference
+    return [
+        change.case,
+        format_rate(change.before) if change.before else "–",
+        format_rate(change.after) if change.after else "–",
+        format_signed_percent(measured.change) if measured else "–",
+        format_interval(measured.interval) if measured else "–",
+        f"{format_percent(change.before_mfu)} → {format_percent(change.after_mfu)}",
+        f"{format_gib(change.before_memory_gib)} → {format_gib(change.after_memory_gib)}",
+        change.verdict + (f": {change.reason}" if change.reason else ""),
+    ]
+
+
+def basis_of(comparison: StudyComparison) -> str:
+    rates = "Rates in tokens/s/GPU."
+    if comparison.spread is None:
+        return f"{rates} Nothing was repeated: the intervals hold only what the steps of one process say."
+    return (
+        f"{rates} Intervals from {comparison.spread.processes} repeated processes: their medians differ by "
+        f"{format_percent(comparison.spread.log_deviation, 2)} (standard deviation)."
+    )

@@ -1,0 +1,23 @@
+"""`mfubench report`: the report of what a study has measured so far."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    study: Annotated[Path, typer.Argument(help="Results folder of the study, results/<study>.")],
+    partial: Annotated[bool, typer.Option("--partial", help="Show failed jobs too, with what failed and why.")] = False,
+    output: Annotated[Path | None, typer.Option(help="HTML file; default: report.html in the study's folder.")] = None,
+) -> None:
+    """Write report.html, report.md, summary.json and the tables of STUDY from the results that exist."""
+    from mfubench.analysis.report import write_report
+    from mfubench.analysis.tables import write_tables
+
+    html = output or study / "report.html"
+    write_report(study, html, html.with_suffix(".md"), html.parent / "summary.json", partial=partial)
+    write_tables(study, html.parent / "tables", partial=partial)
+    typer.echo(f"report: {html}")
