@@ -1,0 +1,109 @@
+"""From a trained run to Hugging Face's format and back into a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from train.train_runs import run_here, tiny_config, write_dataset
+from typer.testing import CliRunner
+
+from mfubench.cli import app
+from mfubench.config import ConfigError, ModelConfig
+from mfubench.model import build_model
+from mfubench.model.checkpoints import export_checkpoint, find_checkpoint, import_checkpoint, read_masters
+from mfubench.model.hf import import_hf
+from mfubench.run_log import read_run_log
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A dataset, and the work folder of a run of six steps that kept its checkpoint."""
+    root = tmp_path_factory.mktemp("trained")
+    data = write_dataset(root / "data")
+    run_here(
+        tiny_config(max_iters=6, checkpoint={"at_end": True}, evaluation={"at_end": True, "iters": 2}),
+        data,
+        root / "work",
+    )
+    return data, root / "work"
+
+
+def command(*arguments: str | Path) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_trained_checkpoint_loads_in_transformers_and_generates(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    _, work = trained
+    output = command("export", work, tmp_path / "hf")
+    assert "step-000006" in output
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    batch = torch.randint(0, 97, (2, 12), generator=torch.Generator().manual_seed(0))
+    config = tiny_config()
+    decoder = build_model(config, device="cpu")
+    untrained = decoder.logits(batch)
+    decoder.load_parameters(read_masters(find_checkpoint(work)))
+    torch.testing.assert_close(decoder.logits(batch), model(batch).logits, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(untrained, decoder.logits(batch), atol=1e-2)
+    assert model.generate(batch, max_new_tokens=3, do_sample=False, pad_token_id=0).shape == (2, 15)
+
+
+def test_export_in_bfloat16(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    export_checkpoint(trained[1], tmp_path / "hf", dtype="bfloat16")
+    masters = read_masters(find_checkpoint(trained[1]))
+    _, state = import_hf(tmp_path / "hf")
+    assert {value.dtype for value in state.values()} == {torch.bfloat16}
+    assert all(torch.equal(state[name], value.bfloat16()) for name, value in masters.items())
+
+
+@pytest.mark.parametrize(
+    "layout", ["study/runs/training/case.json with study/work/training/case", "run.json with run-work", "work folder"]
+)
+def test_where_a_checkpoint_is_looked_for(layout: str, tmp_path: Path) -> None:
+    source, _, work = layout.partition(" with ")
+    folder = tmp_path / (work or "work")
+    for step in (9, 10, 100):
+        (folder / f"checkpoints/step-{step:06d}").mkdir(parents=True)
+    if work:
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / source).write_text("{}")
+    found = find_checkpoint(tmp_path / source if work else folder)
+    assert found == folder / "checkpoints/step-000100"
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no checkpoint found.*checkpoint\.at_end"):
+        find_checkpoint(tmp_path)
+    (tmp_path / ".metadata").write_text("")
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+        export_checkpoint(tmp_path, tmp_path / "hf")
+
+
+def test_round_trip_through_both_formats(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    data, work = trained
+    command("export", work, tmp_path / "hf")
+    output = command("import", tmp_path / "hf", tmp_path / "back", "seq_len=16", "model.name=tiny", "--data", data)
+    preset = yaml.safe_load(output.partition("\n\n")[2])
+    assert ModelConfig(name="tiny", **preset["tiny"]) == tiny_config().model
+    before, after = read_masters(find_checkpoint(work)), read_masters(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(ConfigError, match="exists already"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "back", settings={})
+
+
+def test_a_run_goes_on_from_an_imported_checkpoint(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its validation loss before the first step is that of the trained run after its last; then it trains on."""
+    data, work = trained
+    export_checkpoint(work, tmp_path / "hf")
+    config = tiny_config(max_iters=3, evaluation={"at_start": True, "iters": 2})
+    settings = {"dataset": config.dataset, "seq_len": 16, "seed": config.seed, "model": {"name": "tiny"}}
+    import_checkpoint(tmp_path / "hf", tmp_path / "work/checkpoints/step-000000", settings=settings, data=data)
+    log = run_here(config, data, tmp_path / "work", "--resume", "auto")
+    assert log.evaluations[0].loss == pytest.approx(read_run_log(work / "run.json").evaluations[-1].loss, abs=1e-5)
+    assert [step.step for step in log.steps] == [0, 1, 2]
