@@ -13,7 +13,7 @@ KERNEL_WORDS = {
     "cudnn": ("cudnn",),
     "torch_flash": ("pytorch_flash",),
     "efficient": ("fmha", "efficient_attention", "efficientattention"),
-    "package_flash": ("flash_fwd", "flash_bwd", "flashattn", "flash_attn", "flashattention", "flash::"),
+    "package_flash": ("flash::flash_", "flashattn", "flashattention", "flash_attn"),
 }
 SHOWN_BY = {
     "cudnn": {"cudnn"},

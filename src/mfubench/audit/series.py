@@ -8,21 +8,30 @@ from collections.abc import Collection, Sequence
 from mfubench.audit.findings import Finding
 
 EVENT_FACTOR = 2.0  # a step at an evaluation or checkpoint takes so many times the median
-WARM_UP_FACTOR = 3.0  # the first steps
+WARM_UP_FACTOR = 3.0  # the first steps, and...
+WARM_UP_LEAD = 1.5  # ...they take so many times the slowest of the others: on a busy machine any step may be slow
 STALL_FACTOR = 10.0  # anywhere, and...
 STALL_S = 5.0  # ...so many seconds more than the median: a recompilation, not a hiccup
 FIRST = 2  # steps that can be warm-up
 
 
 def check_series(
-    times_s: Sequence[float], numbers: Sequence[int], events: Collection[int], event_name: str
+    times_s: Sequence[float],
+    numbers: Sequence[int],
+    events: Collection[int],
+    event_name: str,
+    warmed_up: bool = False,
 ) -> list[Finding]:
-    """Judge the times of the steps that count. numbers: their step numbers; events: steps with work beside training."""
+    """Judge the times of the steps that count.
+
+    numbers: their step numbers; events: steps with work beside training; warmed_up: other steps came before them and
+    do not count, so that a slow first one is no warm-up.
+    """
     if len(times_s) < 5:
         return []
     median = statistics.median(times_s)
     findings = []
-    first = [i for i in range(FIRST) if times_s[i] > WARM_UP_FACTOR * median and numbers[i] not in events]
+    first = [] if warmed_up else leading_slow(times_s, median)
     if first:
         true = statistics.mean([time for i, time in enumerate(times_s) if i not in first])
         sentence = (
@@ -49,3 +58,14 @@ def check_series(
         )
         findings.append(Finding("time_contains_other_work", sentence, 0.75, f"{median:.5g} s a step without it"))
     return findings
+
+
+def leading_slow(times_s: Sequence[float], median: float) -> list[int]:
+    """Positions of the first steps that are slow as only the beginning is."""
+    threshold = max(WARM_UP_FACTOR * median, WARM_UP_LEAD * max(times_s[FIRST:]))
+    slow = []
+    for position in range(FIRST):
+        if times_s[position] <= threshold:
+            break
+        slow.append(position)
+    return slow

@@ -15,7 +15,7 @@ from mfubench.run_log import RunLog
 REPEAT = re.compile(r"-repeat\d+$")
 # Settings of which the record says what was used: two runs that differ in these alone are arms of a comparison.
 RECORDED = ("attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8")
-NOT_COMPARED = ("name", "repeat", "seed", "measurement", "requires", "evaluation", "checkpoint", "sample_tokens")
+NOT_COMPARED = ("name", "repeat", "seed", "measurement", "requires", "contrast_attention", "evaluation", "checkpoint")
 STAGES_WITHOUT_ARMS = ("smoke", "memory", "training")
 
 

@@ -1,0 +1,238 @@
+"""No false alarm: whatever is consistent passes, however unusual, and studies are judged as a whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from factories import make_model, make_run_config, make_run_log
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mfubench.audit import audit_logs, audit_main, audit_run
+from mfubench.audit.counting import count_micro_batches
+from mfubench.ceilings.schema import Ceilings, MatmulRate
+from mfubench.flops import executed_flops_per_token, flop_terms, flops_per_token
+from mfubench.run_log import RunLog, write_run_log
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
+quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def make_ceilings(device: str, arithmetic: str, tflops: float) -> Ceilings:
+    """Ceilings that hold one large matmul."""
+    rate = MatmulRate(
+        model=None,
+        name="large",
+        product="forward",
+        arithmetic=arithmetic,
+        m=8192,
+        k=8192,
+        n=8192,
+        calls_per_step=1,
+        tflops=tflops,
+        tflops_quartiles=(tflops, tflops, tflops),
+        seconds=2.0,
+    )
+    return Ceilings(
+        measured_at="2026-03-02T08:00:00+00:00",
+        total_s=60.0,
+        host="node-1",
+        device=device,
+        device_name="NVIDIA H100 80GB HBM3" if device == "cuda" else "AMD EPYC 7B13",
+        threads=2,
+        environment={"torch": "2.11.0"},
+        seconds=2.0,
+        matmuls=[rate],
+    )
+
+
+@quick
+@given(
+    world_size=SIZES,
+    accumulation=SIZES,
+    micro_batch=SIZES,
+    seq_len=st.sampled_from([512, 2048, 8192]),
+    preset=st.sampled_from(["llama2-1.36b", "gpt2-1.36b", "llama3-1.5b", "qwen3-1.8b"]),
+    arithmetic=st.sampled_from(["bfloat16", "float16", "float32", "tf32", "fp8"]),
+    first_step=st.sampled_from([0, 7]),
+    slowness=st.floats(0.97, 30.0),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+)
+def test_consistent_gpu_runs_pass(
+    world_size: int,
+    accumulation: int,
+    micro_batch: int,
+    seq_len: int,
+    preset: str,
+    arithmetic: str,
+    first_step: int,
+    slowness: float,
+    recompute: str,
+) -> None:
+    model = make_model(preset, max_position_embeddings=8192)
+    overrides = {
+        "world_size": world_size,
+        "gradient_accumulation_steps": accumulation,
+        "micro_batch_size": micro_batch,
+        "seq_len": seq_len,
+        "model": model,
+        "dtype": {"tf32": "float32", "fp8": "bfloat16"}.get(arithmetic, arithmetic),
+        "tf32": arithmetic == "tf32",
+        "fp8": arithmetic == "fp8",
+        "activation_checkpointing": recompute,
+    }
+    usual = make_run_log(first_step=first_step, **overrides)
+    step_time_s = usual.measured_steps()[0].step_time_s * slowness * 1.34
+    log = make_run_log(first_step=first_step, step_time_s=step_time_s, **overrides)
+    assert audit_run(log) == []
+    assert audit_run(RunLog.model_validate_json(log.model_dump_json())) == []
+
+
+@quick
+@given(world_size=st.sampled_from([1, 2]), accumulation=SIZES, dtype=st.sampled_from(["float32", "bfloat16"]))
+def test_consistent_cpu_runs_pass(world_size: int, accumulation: int, dtype: str) -> None:
+    log = make_run_log(
+        device="cpu", world_size=world_size, gradient_accumulation_steps=accumulation, dtype=dtype, attention="sdpa"
+    )
+    assert audit_run(log) == []
+    assert audit_run(log, make_ceilings("cpu", "fp32" if dtype == "float32" else "bf16", 0.2)) == []
+
+
+@quick
+@given(st.integers(1, 16), st.integers(1, 64), st.floats(0.999, 1.001), st.booleans())
+def test_a_true_rate_is_never_called_false(world_size: int, accumulation: int, rounding: float, others: bool) -> None:
+    count = count_micro_batches(
+        world_size * accumulation * rounding, world_size, accumulation, others_are_one_rank=others
+    )
+    assert count.findings == ()
+    assert (count.micro_steps_per_gpu, count.factor) == (accumulation, 1.0)
+
+
+@quick
+@given(st.integers(2, 16), st.integers(2, 64))
+def test_every_miscount_gives_the_true_rate(world_size: int, accumulation: int) -> None:
+    """Whatever factor a rate leaves out or counts twice, the truth comes back (but where two factors are equal)."""
+    true = world_size * accumulation
+    for counted in (accumulation, world_size, 1, true * world_size):
+        count = count_micro_batches(counted, world_size, accumulation)
+        if count.findings and count.findings[0].code != "accumulation_differs_from_banner":
+            assert counted * count.factor == pytest.approx(true)
+
+
+def test_long_sequences_may_exceed_the_peak_by_palm() -> None:
+    """Full attention is not executed: only causal FLOPs can be impossible."""
+    config = {"seq_len": 65_536, "micro_batch_size": 1, "model": make_model(max_position_embeddings=65_536)}
+    terms = flop_terms(config["model"], 65_536)
+    tokens = 65_536 * 4
+    step_time_s = tokens * flops_per_token(terms, "causal") / (0.75 * 989.4e12)
+    log = make_run_log(step_time_s=step_time_s, **config)
+    palm = tokens * flops_per_token(terms, "palm") / step_time_s / 989.4e12
+    assert palm > 1.15
+    assert audit_run(log) == []
+    assert {f.code for f in audit_run(make_run_log(step_time_s=step_time_s * 0.6, **config))} == {"above_ceiling"}
+
+
+def test_the_margin_of_the_ceiling_is_what_it_says() -> None:
+    """10 % above the datasheet, for cards that boost; 5 % above the card's own fastest matmul, where it is measured."""
+    tflop = 65_536 * executed_flops_per_token(flop_terms(make_model(), 2048), make_run_config()) / 1e12
+
+    def codes(tflops: float, ceilings: Ceilings | None = None) -> set[str]:
+        return {finding.code for finding in audit_run(make_run_log(step_time_s=tflop / tflops), ceilings)}
+
+    assert codes(989.4 * 1.08) == set()
+    assert codes(989.4 * 1.12) == {"above_ceiling"}
+    ceilings = make_ceilings("cuda", "bf16", 768)
+    assert codes(768 * 1.03, ceilings) == set()
+    assert codes(768 * 1.07, ceilings) == {"above_ceiling"}
+    assert codes(768 * 1.07, make_ceilings("cuda", "tf32", 400)) == set(), "ceilings of other arithmetic say nothing"
+
+
+@pytest.mark.parametrize("status", ["oom", "skipped", "failed"])
+def test_runs_without_numbers_pass(status: str) -> None:
+    log = make_run_log(
+        status=status,
+        reason="no memory",
+        steps=[],
+        rank_step_times_s=[],
+        memory=[],
+        wall=None,
+        phases=[],
+        evaluations=[],
+    )
+    assert audit_run(log) == []
+    bare = log.model_copy(update={"parameters": None, "flop_terms": None, "dataset": None, "kernels": None})
+    assert audit_run(bare) == []
+
+
+def test_a_diverged_run_passes() -> None:
+    log = make_run_log(status="diverged", reason="the loss of step 21 is not finite")
+    steps = [step.model_copy(update={"loss": None}) if step.step == 21 else step for step in log.steps[:22]]
+    assert audit_run(make_run_log(status="diverged", steps=steps, wall=None, rank_step_times_s=[[1.0] * 22])) == []
+
+
+def test_a_busy_cpu_is_no_fault() -> None:
+    """One slow step, early or late, on a machine with other work."""
+    log = make_run_log(device="cpu")
+    for position in (5, 15, 28):
+        steps = list(log.steps)
+        steps[position] = steps[position].model_copy(update={"step_time_s": 4.5 * steps[position].step_time_s})
+        slow = log.model_copy(update={"steps": steps, "wall": None})
+        assert audit_run(slow) == []
+
+
+# --- a study as a whole -----------------------------------------------------------------------------------------------
+
+
+def write_study(folder: Path, logs: list[RunLog]) -> None:
+    for log in logs:
+        write_run_log(folder / "runs" / f"{log.name}.json", log)
+
+
+def test_a_good_study_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = [make_run_log(name=f"scaling/gpus-{size}", world_size=size, parallelism="ddp") for size in (1, 2, 4)]
+    logs += [make_run_log(name=f"ablations/attention-{name}", attention=name) for name in ("cudnn", "sdpa", "fa2")]
+    write_study(tmp_path, logs)
+    assert audit_main(["--study-dir", str(tmp_path), "--output", str(tmp_path / "audit.json")]) == 0
+    answer = json.loads((tmp_path / "audit.json").read_text())
+    assert [run["findings"] for run in answer["runs"]] == [[]] * 6
+    assert answer["weak_scaling_efficiency"] == pytest.approx(1.0, abs=0.001)
+    assert "nothing to object to" in capsys.readouterr().out
+
+
+def test_an_impossible_number_fails_the_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = make_run_log(name="tiers/one"), make_run_log(name="tiers/two", step_time_s=0.1)
+    write_study(tmp_path, [good, bad])
+    assert audit_main(["--study-dir", str(tmp_path), "--output", str(tmp_path / "audit.json")]) == 1
+    answer = json.loads((tmp_path / "audit.json").read_text())
+    assert answer["impossible"] is True
+    assert {run["name"]: run["findings"] for run in answer["runs"]} == {"tiers/one": [], "tiers/two": ["above_ceiling"]}
+    assert "IMPOSSIBLE numbers in tiers/two" in capsys.readouterr().out
+
+
+def test_objections_do_not_fail_a_study(tmp_path: Path) -> None:
+    arms = [make_run_log(name=f"ablations/{name}", attention=name) for name in ("cudnn", "sdpa")]
+    fell_back = arms[0].used["attention"].model_copy(update={"requested": "sdpa", "reason": "missing"})
+    used = {**arms[1].used, "attention": fell_back}
+    arms[1] = arms[1].model_copy(update={"kernels": arms[0].kernels, "used": used})
+    write_study(tmp_path, arms)
+    assert audit_main(["--study-dir", str(tmp_path), "--output", str(tmp_path / "audit.json")]) == 0
+    assert [run.codes for run in audit_logs(arms).runs] == [["no_contrast"]] * 2
+
+
+def test_bad_files_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_study(tmp_path, [make_run_log()])
+    (tmp_path / "ceilings.json").write_text('{"device": "cuda"}')
+    assert audit_main(["--study-dir", str(tmp_path), "--output", str(tmp_path / "audit.json")]) == 2
+    assert "ceilings.json" in capsys.readouterr().err
+
+
+def test_weak_scaling_compares_like_with_like() -> None:
+    one = make_run_log(name="scaling/one")
+    four = make_run_log(name="scaling/four", world_size=4, step_time_s=one.measured_steps()[0].step_time_s / 0.9)
+    strong = make_run_log(name="scaling/strong", world_size=4, gradient_accumulation_steps=1)
+    report = audit_logs([one, four, strong])
+    assert len(report.weak_scaling) == 1
+    assert report.weak_scaling[0]["from"] == "scaling/one" and report.weak_scaling[0]["to"] == "scaling/four"
+    assert report.weak_scaling_efficiency == pytest.approx(0.9, abs=0.002)
