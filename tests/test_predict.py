@@ -20,7 +20,13 @@ from mfubench.cli import app
 from mfubench.config import ConfigError, MemorySearch
 from mfubench.flops import flop_terms, flops_per_token
 from mfubench.measured_runs import as_run, observe, observe_memory, read_memory_searches, read_runs
-from mfubench.memory import MemoryFit, estimate_memory, largest_micro_batch
+from mfubench.memory import (
+    FSDP_KEPT_FRACTION,
+    MemoryFit,
+    estimate_memory,
+    fsdp_keeps_weights,
+    largest_micro_batch,
+)
 from mfubench.planner import PlanConfig
 from mfubench.planner_search import build_model, shapes
 from mfubench.predict import check_predictions, format_checks, plan_run, predict
@@ -29,6 +35,8 @@ from mfubench.run_log import Choice, RankMemory, write_json, write_run_log
 from mfubench.step_model import micro_step_matmuls, slowest_of, step_terms
 
 H100 = "NVIDIA H100 80GB HBM3"
+
+FSDP_8B = {"model": make_model("llama3-8b"), "world_size": 8, "parallelism": "fsdp", "micro_batch_size": 2}
 
 # First readings on one H100, tokens/s: preset, micro-batch, accumulation, attention. The first two are a prototype of
 # this project's training step, the others torchtitan 0.2.2 and nanoGPT (flash attention of torch, compiled).
@@ -49,6 +57,10 @@ def no_shipped_runs(monkeypatch, tmp_path_factory):
     shipped_calibration.cache_clear()
     yield
     shipped_calibration.cache_clear()
+
+
+def estimate(config, model=None, fit=None, capacity_gib=79.2):
+    return estimate_memory(config, capacity_gib, model, fit or MemoryFit())
 
 
 def run_on(gpu=H100, **overrides):
@@ -224,8 +236,8 @@ def measured_run(noise=0.0, seed=0, **overrides):
     terms = step_terms(config, datasheet_rates(H100, config))
     step_s = sum(TRUTH.get(term, 1.0) * seconds for term, seconds in terms.items())
     step_s *= 1 + noise * np.random.default_rng(seed).standard_normal()
-    estimate = estimate_memory(config)
-    reserved = estimate.allocated_gib + 0.2 * estimate.activations + 2.5
+    expected = estimate(config)
+    reserved = expected.allocated_gib + 0.2 * expected.activations + 2.5
     memory = [RankMemory(rank=rank, peak_reserved_gib=reserved, peak_rss_gib=3.0) for rank in range(config.world_size)]
     return make_run_log(step_time_s=step_s, config=config, name=config.name, memory=memory)
 
@@ -362,8 +374,8 @@ def write_search(path, capacity_gib: float) -> MemorySearch:
     full = run.model_copy(update={"loss": "full"})
     trials = []
     for size in (2, 4, 8):
-        estimate = estimate_memory(full.model_copy(update={"micro_batch_size": size}), fit=fit)
-        peak = estimate.allocated_gib + estimate.reserve
+        expected = estimate(full.model_copy(update={"micro_batch_size": size}), fit=fit)
+        peak = expected.allocated_gib + expected.reserve
         trials.append({"micro_batch_size": size, "status": "ok", "peak_memory_gib": peak})
     largest = largest_micro_batch(full, capacity_gib, fit)
     trials.append({"micro_batch_size": largest + 1, "status": "oom", "peak_memory_gib": None})
@@ -408,26 +420,38 @@ def test_pages_say_where_nothing_was_measured():
 def test_memory_covers_the_first_readings(preset, micro_batch, gib):
     """Of torchtitan 0.2.2 on one H100: float32 masters, bf16 compute, all logits, compiled blocks."""
     config = make_run_config(model=make_model(preset), micro_batch_size=micro_batch, loss="full", compile="block")
-    assert estimate_memory(config).allocated_gib == pytest.approx(gib, rel=0.06)
+    assert estimate(config).allocated_gib == pytest.approx(gib, rel=0.06)
 
 
 def test_states_are_eighteen_bytes_a_parameter_and_sharded():
     parameters = 1_294_159_104
-    alone = estimate_memory(make_run_config())
+    alone = estimate(make_run_config())
     states = (alone.weights, alone.masters, alone.moments, alone.gradients)
     assert [round(one * 2**30 / parameters) for one in states] == [2, 4, 8, 4]
-    whole = estimate_memory(make_run_config(dtype="float32"))
+    whole = estimate(make_run_config(dtype="float32"))
     assert (whole.weights, whole.masters) == pytest.approx((4 * parameters / 2**30, 0))
-    zero1 = estimate_memory(make_run_config(world_size=4, parallelism="zero1"))
+    zero1 = estimate(make_run_config(world_size=4, parallelism="zero1"))
     assert zero1.masters == pytest.approx(alone.masters / 4) and zero1.moments == pytest.approx(alone.moments / 4)
     assert (zero1.weights, zero1.gradients) == (alone.weights, alone.gradients)
-    fsdp = estimate_memory(make_run_config(world_size=4, parallelism="fsdp"))
-    assert fsdp.gradients < zero1.gradients and fsdp.weights < zero1.weights
+    sharded = make_run_config(world_size=4, parallelism="fsdp")
+    kept, resharded = estimate(sharded), estimate(sharded, capacity_gib=16.0)
+    assert kept.weights == zero1.weights and kept.gradients == pytest.approx(1.25 * zero1.gradients)
+    assert resharded.gradients < zero1.gradients and resharded.weights < zero1.weights
+    assert kept.masters == resharded.masters == zero1.masters
+
+
+def test_fsdp_keeps_weights_when_the_trainer_does():
+    assert FSDP_KEPT_FRACTION == pytest.importorskip("mfubench.train.fsdp").KEPT_FRACTION
+    config = make_run_config(model=make_model("llama3-8b"), world_size=8, parallelism="fsdp")
+    assert not fsdp_keeps_weights(config, 8_030_261_248, 79.2) and fsdp_keeps_weights(config, 8_030_261_248, 178.0)
+    small, large = run_on(H100, **FSDP_8B), run_on("B200", **FSDP_8B)
+    lost = [one.terms_s["communication"] / one.step_time_s for one in (small, large)]
+    assert lost[0] > 3 * lost[1]  # every micro-step against once
 
 
 def test_what_saves_memory_saves_memory():
     def total(**overrides) -> float:
-        return estimate_memory(make_run_config(**overrides)).total_gib
+        return estimate(make_run_config(**overrides)).total_gib
 
     assert total(activation_checkpointing="full") < total(activation_checkpointing="selective") < total()
     assert total(compile="model") < total(compile="none") < total(compile="none", attention="eager")
@@ -440,9 +464,9 @@ def test_memory_counts_grids_as_it_counts_models():
     grid = shapes(plan, 2048)
     for overrides in ({"parallelism": "fsdp", "world_size": 8}, {"compile": "none", "loss": "full"}):
         config = make_run_config(**overrides)
-        totals = estimate_memory(config, grid).total_gib
+        totals = estimate(config, grid).total_gib
         for row in (0, 17, totals.size - 1):
-            assert totals[row] == pytest.approx(estimate_memory(config, build_model(grid, row)).total_gib)
+            assert totals[row] == pytest.approx(estimate(config, build_model(grid, row)).total_gib)
 
 
 @settings(max_examples=40, deadline=None)
@@ -451,7 +475,7 @@ def test_largest_micro_batch_is_the_last_that_fits(capacity, preset):
     config = make_run_config(model=make_model(preset))
 
     def total(size: int) -> float:
-        return estimate_memory(config.model_copy(update={"micro_batch_size": size})).total_gib
+        return estimate(config.model_copy(update={"micro_batch_size": size})).total_gib
 
     largest = largest_micro_batch(config, capacity)
     assert largest == 0 or total(largest) <= capacity
@@ -460,8 +484,8 @@ def test_largest_micro_batch_is_the_last_that_fits(capacity, preset):
 
 def test_memory_fit_moves_the_estimate():
     config = make_run_config()
-    more = estimate_memory(config, fit=MemoryFit(activation_factor=1.5))
-    assert more.activations == pytest.approx(1.5 * estimate_memory(config).activations)
+    more = estimate(config, fit=MemoryFit(activation_factor=1.5))
+    assert more.activations == pytest.approx(1.5 * estimate(config).activations)
     assert dataclasses.replace(more, activations=0.0).allocated_gib < more.allocated_gib
 
 

@@ -163,7 +163,7 @@ def fit_memory(peaks: Sequence[MemoryObservation]) -> MemoryFit:
     start = MemoryFit()
     if not peaks:
         return start
-    estimates = [estimate_memory(one.config) for one in peaks]
+    estimates = [estimate_memory(one.config, one.capacity_gib) for one in peaks]
     measured = np.array([one.peak_reserved_gib for one in peaks])
     activations = np.array([estimate.activations for estimate in estimates])
     target = measured - np.array([estimate.allocated_gib - estimate.activations for estimate in estimates])

@@ -38,6 +38,7 @@ class MemoryObservation:
 
     name: str
     config: RunConfig
+    capacity_gib: float
     peak_reserved_gib: float
 
 
@@ -98,8 +99,9 @@ def read_memory_searches(folders: Sequence[Path]) -> tuple[list[MemoryObservatio
             if trial["status"] == "ok" and trial["peak_memory_gib"] is not None:
                 size = trial["micro_batch_size"]
                 trial_config = config.model_copy(update={"micro_batch_size": size})
+                name = f"{value['name']}, micro-batch {size}"
                 observations.append(
-                    MemoryObservation(f"{value['name']}, micro-batch {size}", trial_config, trial["peak_memory_gib"])
+                    MemoryObservation(name, trial_config, value["memory_gib"], trial["peak_memory_gib"])
                 )
         if value["largest_is_exact"] and value["largest"]:
             limits.append(MemoryLimit(value["name"], config, value["memory_gib"], value["largest"]))
@@ -136,5 +138,6 @@ def observe_memory(logs: Sequence[RunLog]) -> list[MemoryObservation]:
     for log in logs:
         peaks = [memory.peak_reserved_gib for memory in log.memory if memory.peak_reserved_gib is not None]
         if log.status == "ok" and peaks:
-            observations.append(MemoryObservation(log.name, as_run(log), max(peaks)))
+            capacity_gib = min(gpu.memory_gib for gpu in log.environment.gpus)
+            observations.append(MemoryObservation(log.name, as_run(log), capacity_gib, max(peaks)))
     return observations

@@ -18,6 +18,7 @@ from mfubench.flops import count_parameters
 GIB = 2**30
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 LOSS_CHUNK_BYTES = 2**30  # logits that `chunked` holds at once
+FSDP_KEPT_FRACTION = 0.4  # of the card's memory: fsdp keeps whole weights and gradients within a step up to this
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,15 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    config: RunConfig,
-    model: ModelConfig | None = None,
-    fit: MemoryFit = MemoryFit(),
+    config: RunConfig, capacity_gib: float, model: ModelConfig | None = None, fit: MemoryFit = MemoryFit()
 ) -> MemoryEstimate:
-    """Peak memory of one rank. `model` replaces the config's; it may be a grid (`planner_search.shapes`)."""
+    """Peak memory of one rank on a card with `capacity_gib` (it decides how fsdp spends memory, nothing else).
+
+    `model` replaces the config's; it may be a grid (`planner_search.shapes`).
+    """
     model = model or config.model
     tokens = config.micro_batch_size * config.seq_len
-    states = state_bytes(config, model)
+    states = state_bytes(config, model, capacity_gib)
     activations = tokens * activation_bytes_per_token(config, model) * fit.activation_factor
     return MemoryEstimate(
         **{name: gib(value) for name, value in states.items()},
@@ -79,31 +81,41 @@ def gib(size_bytes: Any) -> Any:
     return size_bytes / GIB if np.ndim(size_bytes) else float(size_bytes / GIB)
 
 
-def state_bytes(config: RunConfig, model: ModelConfig) -> dict[str, Any]:
-    """Bytes that stay from step to step: weights, masters, moments, gradients.
+def state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float) -> dict[str, Any]:
+    """Bytes that stay through a step: weights, masters, moments, gradients.
 
-    bf16 and fp16: 2 a compute weight, 4 a master, 8 for Adam's two moments, and gradients accumulated in float32 beside
-    the 2 that a backward pass writes. float32: the weights are the masters and the gradients are accumulated in place.
-    zero1 divides masters and moments among the ranks, fsdp everything; fsdp moreover gathers the weights and holds the
-    full gradients of the block at hand and of the one prefetched.
+    bf16 and fp16: 2 a compute weight, 4 a master, 8 for Adam's two moments, and 4 for gradients, which are accumulated
+    in float32 (each parameter's own gradient is freed at once). float32: the weights are the masters. zero1 divides
+    masters and moments among the ranks. fsdp divides everything: its shards are the masters, and weights are gathered,
+    all of them for a step where they fit (`fsdp_keeps_weights`), else for the block at hand and the one prefetched.
     """
     counts = count_parameters(model)
     element = ELEMENT_BYTES[config.dtype]
     parameters = counts.total
-    share = 1 / config.world_size if config.parallelism in ("zero1", "fsdp") else 1.0
-    everything = 1 / config.world_size if config.parallelism == "fsdp" else 1.0
-    lower_precision = element < 4
-
-    gathered = 0
-    if config.parallelism == "fsdp" and config.world_size > 1:
+    if config.parallelism == "fsdp":
         block = (counts.attention + counts.mlp) / model.num_hidden_layers
-        gathered = 2 * np.maximum(block, counts.lm_head)
+        keeps = fsdp_keeps_weights(config, parameters, capacity_gib)
+        gathered = np.where(keeps, parameters, 2 * np.maximum(block, counts.lm_head))
+        whole_gradients = np.where(keeps, 4 * parameters, element * gathered)
+        shard = parameters / config.world_size
+        return {
+            "weights": element * gathered,
+            "masters": 4 * shard,
+            "moments": 8 * shard,
+            "gradients": 4 * shard + whole_gradients,
+        }
+    share = 1 / config.world_size if config.parallelism == "zero1" else 1.0
     return {
-        "weights": element * (parameters * everything + gathered),
-        "masters": 4 * parameters * share if lower_precision else 0 * parameters,
+        "weights": element * parameters,
+        "masters": 4 * parameters * share if element < 4 else 0 * parameters,
         "moments": 8 * parameters * share,
-        "gradients": (4 * parameters * everything) + element * gathered,
+        "gradients": 4 * parameters,
     }
+
+
+def fsdp_keeps_weights(config: RunConfig, parameters: Any, capacity_gib: float) -> Any:
+    """Whether fsdp gathers weights and reduces gradients once a step, keeping both whole in between."""
+    return parameters * (ELEMENT_BYTES[config.dtype] + 4) <= FSDP_KEPT_FRACTION * capacity_gib * GIB
 
 
 def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
@@ -158,7 +170,8 @@ def largest_micro_batch(config: RunConfig, capacity_gib: float, fit: MemoryFit =
     """The largest micro-batch that the count says will train in `capacity_gib`; 0 where not even one will."""
 
     def total(micro_batch_size: int) -> float:
-        return estimate_memory(config.model_copy(update={"micro_batch_size": micro_batch_size}), fit=fit).total_gib
+        tried = config.model_copy(update={"micro_batch_size": micro_batch_size})
+        return estimate_memory(tried, capacity_gib, fit=fit).total_gib
 
     if total(1) > capacity_gib:
         return 0

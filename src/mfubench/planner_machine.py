@@ -58,7 +58,8 @@ class Machine:
         any_model = build_model(shapes(plan, (plan.hidden_sizes or widths())[0]), 0)
         prediction = self.predict(any_model, plan.seq_len)  # its config has `auto` resolved for this card
         config = prediction.config.model_copy(update={"micro_batch_size": 1})
-        return estimate_memory(config, models, self.calibration.memory).total_gib <= prediction.memory_capacity_gib
+        capacity = prediction.memory_capacity_gib
+        return estimate_memory(config, capacity, models, self.calibration.memory).total_gib <= capacity
 
     def predict(self, model: ModelConfig, seq_len: int) -> Prediction:
         """The run with the largest micro-batch that fits, accumulated to about half a million tokens a step."""

@@ -114,7 +114,7 @@ def predict(
         mfu={name: mfu(per_gpu, flops_per_token(flops, name), rates.peak_tflops) for name in CONVENTIONS},
         peak_tflops=rates.peak_tflops,
         terms_s=terms,
-        memory=estimate_memory(config, fit=calibration.memory),
+        memory=estimate_memory(config, rates.memory_gib, fit=calibration.memory),
         memory_error_fraction=calibration.memory.error_fraction,
         memory_capacity_gib=rates.memory_gib,
         largest_micro_batch_size=largest_micro_batch(config, rates.memory_gib, calibration.memory),

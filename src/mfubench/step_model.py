@@ -14,7 +14,7 @@ from statistics import NormalDist
 from mfubench.card_rates import Rates, tile_share
 from mfubench.config import RunConfig
 from mfubench.flops import count_parameters
-from mfubench.memory import ELEMENT_BYTES, LOSS_CHUNK_BYTES
+from mfubench.memory import ELEMENT_BYTES, LOSS_CHUNK_BYTES, fsdp_keeps_weights
 
 LAST_BUCKET = 0.02  # share of a reduction whose bucket fills when the backward pass ends
 BACKWARD_OVERLAP = 0.9  # share of the backward pass that can hide communication: the first bucket fills late
@@ -187,8 +187,9 @@ def lost_to_communication(config: RunConfig, rates: Rates, forward_s: float, bac
     """Seconds a step that communication costs a rank, with `forward_s` and `backward_s` a micro-step to hide behind.
 
     ddp: all-reduce behind the last backward pass. zero1: reduce-scatter behind it, all-gather of the weights after
-    the optimizer, in the open. fsdp: weights gathered for every forward and every backward pass, gradients scattered,
-    each micro-step. What is left over is waited for, and what is hidden slows the kernels it hides behind.
+    the optimizer, in the open. fsdp: weights gathered behind the first forward pass and gradients scattered behind
+    the last backward pass, or, where memory does not keep them, both in every micro-step. What is left over is waited
+    for, and what is hidden slows the kernels it hides behind.
     """
     if config.world_size == 1:
         return 0.0
@@ -206,6 +207,8 @@ def lost_to_communication(config: RunConfig, rates: Rates, forward_s: float, bac
     if config.parallelism == "zero1":
         return lost(scatter, backward_s, LAST_BUCKET) + gather
     block = 1 / config.model.num_hidden_layers  # the first gather and the last scatter
+    if fsdp_keeps_weights(config, parameters, rates.memory_gib):
+        return lost(gather, forward_s, block) + lost(scatter, backward_s, block)
     a_micro_step = lost(gather, forward_s, block) + lost(gather + scatter, backward_s, block)
     return config.gradient_accumulation_steps * a_micro_step
 
