@@ -17,8 +17,8 @@ from typing import Literal
 
 from mfubench.run_log import write_json
 
-# oom: out of memory, a result - hang: no progress, stacks were written - died: killed from outside or in native code
-# lost: the launcher is gone - error: anything else
+# oom: out of memory, a result - died: killed from outside or crashed in native code, without a word of its own
+# hang: no progress, stacks were written - lost: the launcher is gone - error: anything else
 Kind = Literal["oom", "hang", "died", "lost", "error"]
 
 # What out-of-memory looks like when it does not come as an exception of that name. Sources: c10's CPU and CUDA
@@ -47,6 +47,8 @@ SUSPICIOUS = (
     "ncclunhandledcudaerror",
     "ncclsystemerror",
 )
+# Kinds that are never the consequence of another rank's failure
+CAUSES = {"oom": 0, "died": 1}
 FULL_FRACTION = 0.03  # of the device's memory free, or less: as good as full
 
 
@@ -110,8 +112,9 @@ def write_failure(work: Path, failure: Failure) -> None:
 
 
 def read_failures(work: Path) -> list[Failure]:
-    """All records, the cause first: an out-of-memory of any rank, else the earliest failure."""
+    """All records, the cause first: an out-of-memory, then a sudden death (its peers often complain before the launcher
+    sees it), then the earliest failure."""
     failures = [
         Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in ranks_folder(work).glob("failure-*.json")
     ]
-    return sorted(failures, key=lambda failure: (failure.kind != "oom", failure.at))
+    return sorted(failures, key=lambda failure: (CAUSES.get(failure.kind, len(CAUSES)), failure.at))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
 from mfubench.config import RunConfig
 from mfubench.run_log import RunLog, write_run_log
+from mfubench.telemetry import Sampler
 from mfubench.train.arguments import Paths
-from mfubench.train.choices import resolve
+from mfubench.train.choices import Resolved, resolve
 from mfubench.train.control import Control, first_lost
 from mfubench.train.environment import capture_environment
 from mfubench.train.gradients import GradientMeter
@@ -57,16 +59,28 @@ def train(
         return log
     if process.is_main:
         write_run_log(paths.partial, log)
-    # a graph is captured on a stream that is not the default one; all work is on it, so that nothing waits for another
-    with torch.cuda.stream(torch.cuda.Stream()) if resolved.is_on("cuda_graphs") else nullcontext():
+    with sample_telemetry(paths, process) as sampler, stream_of_the_run(resolved):
         training = build(config, paths, process, resolved, log, watchdog, resume)
         if config.evaluation.only:
             evaluate_now(training, training.first_step)
             log.status, log.reason = "ok", None
         else:
             run_steps(training, Reporter(paths, log, process, display))
-        finish(training)
+        finish(training, sampler)
     return log
+
+
+def sample_telemetry(paths: Paths, process: Process) -> AbstractContextManager[Sampler | None]:
+    """Power, clocks and load of rank 0's node, sampled by a process of its own."""
+    if not process.is_main:
+        return nullcontext()
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", process.world_size))
+    return Sampler(paths.work, gpu_indices=range(ranks_here) if process.on_cuda else ())
+
+
+def stream_of_the_run(resolved: Resolved) -> AbstractContextManager[object]:
+    """A graph is captured on a stream that is not the default one: all work is on it, so that none waits for another."""
+    return torch.cuda.stream(torch.cuda.Stream()) if resolved.is_on("cuda_graphs") else nullcontext()
 
 
 def run_steps(training: Training, reporter: Reporter) -> None:

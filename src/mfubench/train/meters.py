@@ -76,6 +76,7 @@ class Recorder:
         self.training_s = 0.0
         self.stepped = 0  # steps launched by this process
         self.graphs_compiled = 0
+        self.intervals: list[tuple[float, float]] = []  # of measured steps, (start, end) in unix seconds
 
     def begin(self) -> None:
         """The next step starts now."""
@@ -111,14 +112,19 @@ class Recorder:
     def collect(self) -> list[Step]:
         """Synchronise, and read out the steps since the last call. Collective: losses are averaged over the ranks."""
         self.clock.synchronize()
+        now = time.time()  # the end of the last step, give or take what the host takes to notice it
         if not self.pending:
             return []
+        last_mark = self.pending[-1].after
         values = torch.stack([pending.values for pending in self.pending])  # [steps, 2]
         losses = self.process.sum_(values[:, 0].contiguous()) / self.process.world_size
         steps = []
         for pending, loss, grad_norm in zip(self.pending, losses.tolist(), values[:, 1].tolist()):
             seconds = self.clock.seconds(pending.before, pending.after)
             self.rank_times.append(seconds)
+            if pending.phase == "measured":
+                end = now - self.clock.seconds(pending.after, last_mark)
+                self.intervals.append((end - seconds, end))
             steps.append(
                 Step(
                     step=pending.step,

@@ -60,6 +60,7 @@ class Ranks:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.logs: list[BinaryIO] = []
         self.failed_at: float | None = None
+        self.noted: set[int] = set()
         for local_rank in range(config.world_size // config.nnodes):
             environment = rank_environment(config, work, local_rank)
             rank = int(environment["RANK"])
@@ -79,26 +80,27 @@ class Ranks:
         return ranks_folder(self.work) / f"rank-{rank}.log"
 
     def finished(self) -> bool:
-        """Whether all ranks have ended. The first bad end is recorded, so that every other rank follows."""
+        """Whether all ranks have ended. A bad end is recorded, so that every other rank follows."""
         codes = {rank: process.poll() for rank, process in self.processes.items()}
         for rank, code in codes.items():
-            if code:
+            if code and rank not in self.noted:
+                self.noted.add(rank)
                 self.note_end(rank, code)
         if self.failed_at is not None and time.monotonic() > self.failed_at + GRACE_S:
             self.kill()
         return all(code is not None for code in codes.values())
 
     def note_end(self, rank: int, code: int) -> None:
-        if self.failed_at is not None:
+        """Record the end of a rank that left no record itself, unless it only followed another."""
+        first = self.failed_at is None
+        self.failed_at = self.failed_at or time.monotonic()
+        records = read_failures(self.work)
+        if any(record.rank == rank for record in records) or (code > 0 and records):
             return
-        self.failed_at = time.monotonic()
-        if any(failure.rank == rank for failure in read_failures(self.work)):
-            return
-        ended = f"ended with exit code {code}"
-        if code < 0:
-            ended = f"was killed by {signal.Signals(-code).name}"
         tail = self.log_file(rank).read_bytes()[-8000:].decode(errors="replace")
-        kind: Kind = "died"
+        ended = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+        # an abort is how NCCL and gloo end a process whose peer is gone: a cause only where nothing came before it
+        kind: Kind = "error" if code == -signal.SIGABRT and not first else "died"
         if count_oom_kills() > self.oom_kills:
             kind, ended = "oom", f"{ended}: the kernel's out-of-memory killer was at work"
         elif self.capped and (says_out_of_memory(tail) or code in (-signal.SIGABRT, -signal.SIGSEGV)):
@@ -107,8 +109,9 @@ class Ranks:
 
     def kill(self) -> None:
         """End what is left, at once."""
-        for process in self.processes.values():
+        for rank, process in self.processes.items():
             if process.poll() is None:
+                self.noted.add(rank)
                 process.kill()
                 process.wait()
         for log in self.logs:

@@ -16,6 +16,7 @@ from mfubench.data.reader import TokenDataset
 from mfubench.model import Decoder
 from mfubench.model.kernels import kernels_match, profile_kernels
 from mfubench.run_log import Resume, RunLog, Wall, write_run_log
+from mfubench.telemetry import Sampler
 from mfubench.train import checkpoint
 from mfubench.train.arguments import Paths
 from mfubench.train.choices import Resolved
@@ -129,8 +130,8 @@ def save_now(training: Training, done: int) -> Path:
         )
 
 
-def finish(training: Training) -> None:
-    """Complete the run log. Collective."""
+def finish(training: Training, sampler: Sampler | None) -> None:
+    """Complete the run log. Collective; rank 0 has the sampler."""
     log, process, recorder = training.log, training.process, training.recorder
     if training.config.sample_tokens and log.status == "ok":
         training.watchdog.beat(START_FACTOR)
@@ -138,6 +139,8 @@ def finish(training: Training) -> None:
             log.sample = sample(
                 training.model, training.train_tokens, training.config, process, training.paths.tokenizer
             )
+    if sampler is not None:
+        log.telemetry = sampler.summarize(recorder.intervals)
     log.rank_step_times_s = process.gather(recorder.rank_times)
     log.memory = process.gather(memory_of(process))
     started_at = psutil.Process().create_time()

@@ -27,6 +27,8 @@ def run_rank(arguments: argparse.Namespace, display: Display | None = None) -> i
     timeout_s = float(os.environ.get("MFUBENCH_TIMEOUT_S", "600"))
     # torch 2.13 renames it; 2.11 has only the old name
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+    # a checkpoint of one process is meant to be one of one process
+    warnings.filterwarnings("ignore", message=".*in a single process.*", category=UserWarning)
     ranks_folder(paths.work).mkdir(parents=True, exist_ok=True)
     watchdog = Watchdog(paths.work, rank, timeout_s)
     try:
