@@ -323,6 +323,24 @@ def test_command_search_wants_one_budget():
             CliRunner().invoke(app, ["search", "--vocab-size", "32000", *arguments], catch_exceptions=False)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            ["--compute", "--seq-len", "--ratio-min", "--ratio-max", "--unique-tokens", "--max-epochs", "--layers",
+             "--hidden-size", "--head-dim", "--query-groups", "--mfu", "--gpus", "--price-per-gpu-hour", "--count"]
+        ),
+        st.sampled_from(["0", "1", "-1", "7", "128", "2048", "1e20", "1e300", "nan", "inf", "x"]),
+        max_size=4,
+    ),
+    st.sampled_from([[], ["--gpu", "B200"], ["--gpu", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"]]),
+)  # fmt: skip
+def test_no_input_ends_in_a_traceback(options, gpu):
+    arguments = [word for pair in {"--compute": "1e20", **options}.items() for word in pair]
+    result = CliRunner().invoke(app, ["search", "--vocab-size", "32000", *arguments, *gpu])
+    assert result.exit_code in (0, 2) or isinstance(result.exception, ConfigError), result.exception
+
+
 def test_command_search_for_people():
     result = CliRunner().invoke(app, ["search", "--compute", "1e20", "--vocab-size", "32000", "--gpu", "B200"])
     assert "D/N" in result.output and "UNCALIBRATED" in result.output

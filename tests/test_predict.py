@@ -534,6 +534,11 @@ def test_command_says_what_is_wrong():
         (["llama2-1.36b", "--gpu", "B200", "--micro-batch-size", "0"], "micro_batch_size"),
         (["gpt2-1.36b", "--gpu", "B200", "--seq-len", "4096"], "seq_len"),
         (["llama2-1.36b", "--gpu", "Tesla V100-SXM2-32GB"], "bf16"),
+        (["llama2-1.36b", "--gpu", "B200", "--gpus", "8", "--nodes", "3"], "nnodes"),
+        (["llama2-1.36b", "--gpu", "B200", "--gpus", "8", "--parallelism", "none"], "one process"),
+        (["llama2-1.36b", "--gpu", "B200", "--network-gb-s", "0"], "network_gb_s"),
+        (["llama2-tiny", "--gpu", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "--gpus", "2"], "no link"),
+        (["llama2-tiny", "--gpu", "B200", "--runs", "/nowhere"], "no such folder"),
     ):
         with pytest.raises(ConfigError, match=words):
             CliRunner().invoke(app, ["predict", *arguments], catch_exceptions=False)

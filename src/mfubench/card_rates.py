@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,6 +133,12 @@ def datasheet_rates(gpu: str, config: RunConfig, network_gb_s: float | None = No
     beliefs = load_beliefs()
     row = find_gpu(gpu)
     peak = peak_for(gpu, config.dtype, config.tf32, config.fp8)
+    if config.world_size > 1 and row.link_gb_s == 0:
+        raise ConfigError(
+            f"{gpu}: has no link to other devices ({row.scope}), so {config.world_size} cannot be predicted"
+        )
+    if network_gb_s is not None and not 0 < network_gb_s < math.inf:
+        raise ConfigError(f"network_gb_s: found {network_gb_s}; must be a positive number of GB/s a card")
     pcie = row.link.lower().startswith("pcie")
     return Rates(
         gpu=row.names[0],

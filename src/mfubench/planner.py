@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -22,6 +22,7 @@ from mfubench.config import ConfigError, ModelConfig, Strict
 from mfubench.flops import CONVENTIONS, Convention, flop_terms, flops_per_token
 
 LawName = Literal["hoffmann", "besiroglu"]
+Count = Annotated[int, Field(ge=1)]
 
 
 # --- loss ------------------------------------------------------------------------------------------------------------
@@ -111,12 +112,12 @@ class PlanConfig(Strict):
     unique_tokens: float | None = Field(None, gt=0, description="tokens in the data set; null: more than enough")
     max_epochs: float = Field(1.0, gt=0, description="how often the data may be read")
 
-    layers: tuple[int, ...] = Field((), strict=False, description="numbers of layers allowed; empty: by aspect ratio")
-    hidden_sizes: tuple[int, ...] = Field((), strict=False, description="widths allowed; empty: multiples of 256")
-    head_dims: tuple[int, ...] = Field(
+    layers: tuple[Count, ...] = Field((), strict=False, description="numbers of layers allowed; empty: by aspect ratio")
+    hidden_sizes: tuple[Count, ...] = Field((), strict=False, description="widths allowed; empty: multiples of 256")
+    head_dims: tuple[Count, ...] = Field(
         (128, 64), strict=False, min_length=1, description="an earlier one is kept where the loss is `indifference` off"
     )
-    query_groups: tuple[int, ...] = Field(
+    query_groups: tuple[Count, ...] = Field(
         (1, 2, 4, 8), strict=False, min_length=1, description="query heads per key/value head; 1 is MHA"
     )
     aspect_min: float = Field(64.0, gt=0, description="hidden_size / layers: Qwen3-1.7B 73, LLaMA-2 and -3 128")

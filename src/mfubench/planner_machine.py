@@ -9,7 +9,7 @@ from mfubench.calibration import Calibration, shipped_calibration
 from mfubench.config import ConfigError, ModelConfig, Parallelism
 from mfubench.hardware import find_gpu
 from mfubench.memory import estimate_memory
-from mfubench.planner import Design, PlanConfig
+from mfubench.planner import Design, PlanConfig, require_positive
 from mfubench.planner_search import build_model, search, shapes, widths
 from mfubench.predict import Prediction, plan_run, predict
 
@@ -46,6 +46,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         find_gpu(self.gpu)  # an unknown card stops here
+        if self.price_per_gpu_hour is not None:
+            require_positive(price_per_gpu_hour=self.price_per_gpu_hour)
         if self.mfu is not None and not 0 < self.mfu <= 1:
             raise ConfigError(f"mfu: found {self.mfu}; a fraction of the dense peak, above 0 and at most 1")
 
@@ -105,6 +107,7 @@ def compute_in_hours(plan: PlanConfig, machine: Machine, hours: float) -> float:
 
     The best design depends on the budget and its MFU on the design, but weakly: a few rounds settle it.
     """
+    require_positive(hours=hours)
     compute = plan.compute
     for _ in range(4):
         best = search_on_machine(plan.model_copy(update={"compute": compute}), machine, count=1)[0]
