@@ -158,7 +158,7 @@ def reported_table() -> str:
 
 
 def profile_table() -> str:
-    """The prototype's profile beside the model's terms, without any correction factor."""
+    """The prototype's profile beside the model's terms at their priors."""
     terms = predict_reading(READINGS[0]).terms_s
     lines = ["| term | measured | predicted |", "|---|---|---|"]
     lines += [f"| {term} | {1000 * s:.0f} ms | {1000 * terms[term]:.0f} ms |" for term, s in PROFILE.items()]
