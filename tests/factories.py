@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from mfubench.ceilings.schema import Ceilings, MatmulRate
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.flops import count_parameters, flop_terms
 from mfubench.run_log import (
@@ -318,3 +319,31 @@ def make_run_log(
     if first_step:
         fields["resumes"] = [{"step": first_step, "at": "2026-03-02T08:59:50+00:00"}]
     return RunLog(**(fields | log_fields))
+
+
+def make_ceilings(device: str, arithmetic: str, tflops: float) -> Ceilings:
+    """Ceilings that hold one large matmul."""
+    rate = MatmulRate(
+        model=None,
+        name="large",
+        product="forward",
+        arithmetic=arithmetic,
+        m=8192,
+        k=8192,
+        n=8192,
+        calls_per_step=1,
+        tflops=tflops,
+        tflops_quartiles=(tflops, tflops, tflops),
+        seconds=2.0,
+    )
+    return Ceilings(
+        measured_at="2026-03-02T08:00:00+00:00",
+        total_s=60.0,
+        host="node-1",
+        device=device,
+        device_name="NVIDIA H100 80GB HBM3" if device == "cuda" else "AMD EPYC 7B13",
+        threads=2,
+        environment={"torch": "2.11.0"},
+        seconds=2.0,
+        matmuls=[rate],
+    )

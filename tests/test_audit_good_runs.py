@@ -6,46 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
-from factories import make_model, make_run_config, make_run_log
+from factories import make_ceilings, make_model, make_run_config, make_run_log
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mfubench.audit import audit_logs, audit_main, audit_run
 from mfubench.audit.counting import count_micro_batches
-from mfubench.ceilings.schema import Ceilings, MatmulRate
+from mfubench.ceilings import Ceilings
 from mfubench.flops import executed_flops_per_token, flop_terms, flops_per_token
 from mfubench.run_log import RunLog, write_run_log
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def make_ceilings(device: str, arithmetic: str, tflops: float) -> Ceilings:
-    """Ceilings that hold one large matmul."""
-    rate = MatmulRate(
-        model=None,
-        name="large",
-        product="forward",
-        arithmetic=arithmetic,
-        m=8192,
-        k=8192,
-        n=8192,
-        calls_per_step=1,
-        tflops=tflops,
-        tflops_quartiles=(tflops, tflops, tflops),
-        seconds=2.0,
-    )
-    return Ceilings(
-        measured_at="2026-03-02T08:00:00+00:00",
-        total_s=60.0,
-        host="node-1",
-        device=device,
-        device_name="NVIDIA H100 80GB HBM3" if device == "cuda" else "AMD EPYC 7B13",
-        threads=2,
-        environment={"torch": "2.11.0"},
-        seconds=2.0,
-        matmuls=[rate],
-    )
 
 
 @quick

@@ -1,0 +1,109 @@
+"""Measured ceilings: a real few seconds on the CPU, and the arithmetic around them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from factories import make_model
+
+from mfubench.ceilings import Ceilings, main, read_ceilings
+from mfubench.ceilings.kernels import model_linears
+from mfubench.config import ConfigError
+from mfubench.flops import count_parameters
+
+
+def request(**changes: object) -> str:
+    model = make_model("llama3-tiny", num_hidden_layers=2, vocab_size=512)
+    values = {
+        "models": [model.model_dump(mode="json")],
+        "seq_len": 64,
+        "micro_batch_size": 2,
+        "dtypes": ["float32"],
+        "seconds": 0.02,
+        "world_sizes": [1],
+        "device": "cpu",
+    }
+    return json.dumps(values | changes)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Ceilings:
+    output = tmp_path_factory.mktemp("ceilings") / "ceilings.json"
+    assert main(["--request", request(), "--output", str(output)]) == 0
+    return read_ceilings(output)
+
+
+def test_a_cpu_is_measured_in_seconds(measured: Ceilings) -> None:
+    assert measured.device == "cpu" and measured.threads == torch.get_num_threads()
+    assert measured.measured_dtypes() == ["fp32"]
+    assert measured.large_matmul_tflops("fp32") > 1e-4
+    assert measured.large_matmul_tflops("bf16") is None
+    assert measured.copy_rate.gb_s > 0.05
+    assert measured.environment["torch"] == torch.__version__
+    assert measured.telemetry["samples"] >= 0 and measured.collectives == []
+    rates = [rate for rate in measured.matmuls if rate.model == "llama3-tiny"]
+    assert len(rates) == 5 * 3, "forward and both backward products of five weights"
+    for rate in rates:
+        low, median, high = rate.tflops_quartiles
+        assert 0 < low <= median <= high
+
+
+def test_all_products_of_a_weight_cost_the_same_flops(measured: Ceilings) -> None:
+    for name in ("qkv", "attention_output", "mlp_up", "mlp_down", "lm_head"):
+        assert len({rate.flops for rate in measured.matmuls if rate.name == name}) == 1
+
+
+def test_model_rate_is_weighted_by_time(measured: Ceilings) -> None:
+    rates = [rate for rate in measured.matmuls if rate.model == "llama3-tiny"]
+    slowest, fastest = min(rate.tflops for rate in rates), max(rate.tflops for rate in rates)
+    assert slowest <= measured.model_matmul_tflops("llama3-tiny", "fp32") <= fastest
+    assert measured.model_matmul_tflops("unknown", "fp32") is None
+    assert measured.fastest_matmul_tflops("fp32") >= fastest
+
+
+def test_attention_backends_of_a_cpu(measured: Ceilings) -> None:
+    assert [rate.backend for rate in measured.attention] == ["sdpa", "eager"]
+    forward, both = measured.attention_tflops("llama3-tiny", "sdpa")
+    assert forward > 0 and both > 0
+    assert measured.attention_tflops("llama3-tiny", "fa2") == (None, None)
+
+
+@pytest.mark.parametrize("preset", ["llama2-1.36b", "gpt2-1.36b", "llama3-8b", "qwen3-1.8b"])
+def test_shapes_are_all_matmul_parameters(preset: str) -> None:
+    model = make_model(preset)
+    assert (
+        sum(linear.k * linear.n * linear.calls for linear in model_linears(model, 1)) == count_parameters(model).matmul
+    )
+
+
+@pytest.mark.slow
+def test_collectives_between_two_processes(tmp_path: Path) -> None:
+    output = tmp_path / "ceilings.json"
+    assert main(["--request", request(world_sizes=[1, 2]), "--output", str(output)]) == 0
+    collectives = read_ceilings(output).collectives
+    assert {rate.operation for rate in collectives} == {"all_reduce", "reduce_scatter"}
+    for rate in collectives:
+        assert rate.backend == "gloo" and rate.world_size == 2
+        share = 1.0 if rate.operation == "all_reduce" else 0.5  # 2 (n-1)/n and (n-1)/n of two
+        assert rate.bus_gb_s == pytest.approx(rate.bytes / rate.time_s / 1e9 * share)
+
+
+def test_bad_requests_are_told() -> None:
+    with pytest.raises(ConfigError, match="int8"):
+        main(["--request", request(dtypes=["int8"]), "--output", "unused.json"])
+    with pytest.raises(ConfigError, match="secnds: unknown key"):
+        main(["--request", request(secnds=1), "--output", "unused.json"])
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no CUDA device"):
+            main(["--request", request(device="cuda"), "--output", "unused.json"])
+
+
+def test_bad_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_ceilings(tmp_path / "none.json")
+    (tmp_path / "old.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"old\.json"):
+        read_ceilings(tmp_path / "old.json")
