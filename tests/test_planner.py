@@ -22,7 +22,7 @@ from mfubench.planner_search import build_model, isoflop_curve, search, shapes
 from mfubench.presets import load_model
 
 BUDGET = 1.36e21
-# The designs of the founding training guide: preset, vocabulary they were planned with, tokens, the loss stated for them.
+# The designs of the founding training guide: parameters as planned, tokens, the loss stated for them.
 DESIGNS = {
     "llama3-1.5b": (1_544_628_224, 101.909e9, 2.33512),
     "llama3-2.2b": (2_224_154_624, 61.545e9, 2.35106),
