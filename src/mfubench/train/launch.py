@@ -16,12 +16,15 @@ from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
+from mfubench.banner import banner
 from mfubench.config import ConfigError, RunConfig
+from mfubench.hardware import peak_for
+from mfubench.machine import describe_cards
 from mfubench.run_log import read_run_log, read_steps, write_json, write_run_log
 from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
 from mfubench.train.failures import Failure, ranks_folder, read_failures, stop_file
 from mfubench.train.progress import Display
-from mfubench.train.ranks import Ranks
+from mfubench.train.ranks import Ranks, node_rank
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 WORKER = ("-m", "mfubench.train.worker")
@@ -41,6 +44,8 @@ def launch(arguments: argparse.Namespace, argv: Sequence[str], worker: Sequence[
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if node_rank() == 0:
+        print(describe_run(config), file=sys.stderr)
     display = Display(config)
     # A process that may die inside native code for want of memory must not take the launcher with it.
     if config.world_size == 1 and config.memory_cap_gib is None and worker == WORKER:
@@ -51,6 +56,17 @@ def launch(arguments: argparse.Namespace, argv: Sequence[str], worker: Sequence[
         run_ranks(config, paths, [*worker, *argv], display)
     display.close()
     return conclude(paths)
+
+
+def describe_run(config: RunConfig) -> str:
+    """Architecture, arithmetic and what to expect of this node's cards, before anything is loaded."""
+    names, _ = describe_cards() if config.device != "cpu" else ([], None)
+    if not names:
+        return banner(config, None, "a CPU has no datasheet peak; it is measured with the machine's ceilings")
+    try:
+        return banner(config, peak_for(names[0], config.dtype, config.tf32, config.fp8))
+    except ConfigError as error:
+        return banner(config, None, str(error).splitlines()[0])
 
 
 def prepare_folders(paths: Paths) -> None:

@@ -36,6 +36,7 @@ def live_values(log: RunLog, memory: RankMemory, allocated_gib: float | None, mf
     per_gpu = tokens_per_s / config.world_size
     return {
         "name": log.name,
+        "status": None,  # while it runs
         "step": last.step,
         "max_iters": config.max_iters,
         "phase": last.phase,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mfubench.run_log import RunLog, Step, append_step, write_json
@@ -18,6 +20,7 @@ class Reporter:
     def __init__(self, paths: Paths, log: RunLog, process: Process, display: Display | None):
         self.paths, self.log, self.process, self.display = paths, log, process, display
         self.trackers: list[Tracker] = []
+        self.live: dict[str, Any] | None = None
         if process.is_main:
             self.mfu_factor = palm_mfu_of(log)
             self.trackers = open_trackers(log.config, paths.trackers)
@@ -34,11 +37,14 @@ class Reporter:
         self.append(steps)
         log_steps(self.trackers, steps)
         allocated_gib = torch.cuda.memory_allocated() / 2**30 if self.process.on_cuda else None
-        live = live_values(self.log, memory_of(self.process), allocated_gib, self.mfu_factor)
-        write_json(self.paths.live, live)
+        self.live = live_values(self.log, memory_of(self.process), allocated_gib, self.mfu_factor)
+        write_json(self.paths.live, self.live)
         if self.display is not None:
-            self.display.update(live)
+            self.display.update(self.live)
 
     def close(self) -> None:
+        """The steps are over: say so to who watches."""
+        if self.live is not None:
+            write_json(self.paths.live, self.live | {"status": self.log.status})
         for tracker in self.trackers:
             tracker.close()

@@ -1,0 +1,180 @@
+"""What `mfubench watch` shows: read from the files of a run, finished or not. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from mfubench.config import ConfigError
+from mfubench.run_log import RunLog, Step, read_run_log, read_steps
+from mfubench.train.progress import describe, live_values, palm_mfu_of
+
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 60  # columns of a sparkline
+SILENT_AFTER_S = 60.0  # without news, a live run is said to be silent
+
+
+@dataclass
+class View:
+    """What there is to show of a run at one moment."""
+
+    name: str
+    state: str
+    finished: bool
+    live: dict[str, Any] | None
+    steps: list[Step]
+    mfu_factor: float | None  # MFU (palm) of one token a second and GPU
+    world_size: int
+    cards: list[dict[str, Any]] = field(default_factory=list)  # last telemetry sample
+
+
+def watch_run(path: Path, *, once: bool, interval_s: float) -> None:
+    """Show a run until it ends. Raises ConfigError where there is none."""
+    console = Console()
+    view = look(path)
+    if once or view.finished:
+        console.print(render(view))
+        return
+    with Live(render(view), console=console, auto_refresh=False) as display:
+        try:
+            while not view.finished:
+                time.sleep(interval_s)
+                view = look(path)
+                display.update(render(view), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def look(path: Path) -> View:
+    """The present state of a run JSON or a work folder."""
+    if path.is_file():
+        return view_of_log(read_run_log(path))
+    if not path.is_dir():
+        raise ConfigError(f"{path}: is neither a run JSON nor the work folder of a run")
+    return view_of_folder(path)
+
+
+def view_of_log(log: RunLog) -> View:
+    factor = palm_mfu_of(log)
+    live = None
+    if log.steps and log.memory:
+        fullest = max(log.memory, key=lambda memory: memory.peak_reserved_gib or memory.peak_rss_gib)
+        live = live_values(log, fullest, fullest.peak_allocated_gib, factor)
+    state = f"{log.status}: {log.reason}" if log.reason else log.status
+    cards = [flatten_card(card) for card in (log.telemetry or {}).get("gpus", [])]
+    return View(log.name, state, True, live, log.steps, factor, log.config.world_size, cards)
+
+
+def flatten_card(card: dict[str, Any]) -> dict[str, Any]:
+    """A card's summary as one sample: the median of every spread."""
+    return {key: value.get("median") if isinstance(value, dict) else value for key, value in card.items()}
+
+
+def view_of_folder(work: Path) -> View:
+    """A run that goes on, or one that ended and left its last words in the folder."""
+    partial = work / "partial.json"
+    if not partial.exists():
+        raise ConfigError(f"{work}: no run has started here yet (partial.json is missing)")
+    log = read_run_log(partial)
+    live = read_json(work / "live.json")
+    finished, state = True, "running"
+    if (failure := read_json(work / "failure.json")) is not None:
+        state = f"failed: {failure['reason']}"
+    elif (stopped := read_json(work / "stopped.json")) is not None:
+        state = f"stopped after {stopped['step']} steps, to be resumed"
+    elif live is not None and live.get("status") is not None:
+        state = live["status"]
+    else:
+        finished = False
+        silent_s = time.time() - (live["updated_at"] if live is not None else partial.stat().st_mtime)
+        if silent_s > SILENT_AFTER_S:
+            state = f"running? no news for {silent_s:.0f} s"
+    steps = read_steps(work / "steps.jsonl")
+    factor = palm_mfu_of(log)
+    return View(log.name, state, finished, live, steps, factor, log.config.world_size, last_cards(work))
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def last_cards(work: Path) -> list[dict[str, Any]]:
+    """The cards of the last whole line of telemetry.jsonl."""
+    path = work / "telemetry.jsonl"
+    if not path.exists():
+        return []
+    with open(path, "rb") as stream:
+        stream.seek(max(0, path.stat().st_size - 65_536))
+        lines = stream.read().decode(errors="replace").splitlines()
+    for line in reversed(lines):
+        try:
+            sample = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        return sample.get("cards", []) if "time" in sample else []
+    return []
+
+
+def render(view: View) -> RenderableType:
+    parts: list[RenderableType] = [Text.assemble((view.name, "bold"), f"  {view.state}")]
+    if view.live is not None:
+        parts.append(Text(describe(view.live)))
+    if view.steps:
+        parts.append(series_table(view))
+    if any(card.get("power_w") is not None for card in view.cards):
+        parts.append(cards_table(view.cards))
+    return Group(*parts)
+
+
+def series_table(view: View) -> Table:
+    """Sparklines over the steps: MFU (or tokens/s, where no peak is known), loss, gradient norm."""
+    per_gpu = [step.tokens / step.step_time_s / view.world_size for step in view.steps]
+    table = Table.grid(padding=(0, 2))
+    if view.mfu_factor is not None:
+        rates = [rate * view.mfu_factor for rate in per_gpu]
+        table.add_row("MFU (palm)", sparkline(rates), f"{rates[-1]:.1%}")
+    else:
+        table.add_row("tokens/s a process", sparkline(per_gpu), f"{per_gpu[-1]:,.0f}")
+    for name, values in (
+        ("loss", [step.loss for step in view.steps]),
+        ("gradient norm", [step.grad_norm for step in view.steps]),
+    ):
+        last = f"{values[-1]:.4f}" if values[-1] is not None else "not finite"
+        table.add_row(name, sparkline(values), last)
+    return table
+
+
+def cards_table(cards: list[dict[str, Any]]) -> Table:
+    table = Table("card", "power W", "SM MHz", "°C", "busy %", box=None, padding=(0, 2))
+    for index, card in enumerate(cards):
+        values = (card.get(key) for key in ("power_w", "sm_clock_mhz", "temperature_c", "utilization_percent"))
+        table.add_row(str(index), *("-" if value is None else f"{value:.0f}" for value in values))
+    return table
+
+
+def sparkline(values: Sequence[float | None], width: int = WIDTH) -> str:
+    """The values as bars, averaged into `width` columns; a column without a finite value is blank."""
+    columns = []
+    for column in range(min(width, len(values))):
+        start, end = (len(values) * edge // min(width, len(values)) for edge in (column, column + 1))
+        part = [value for value in values[start:end] if value is not None and math.isfinite(value)]
+        columns.append(sum(part) / len(part) if part else None)
+    known = [value for value in columns if value is not None]
+    if not known:
+        return " " * len(columns)
+    low, span = min(known), max(known) - min(known)
+    heights = [None if v is None else round((v - low) / span * (len(BARS) - 1)) if span else 0 for v in columns]
+    return "".join(" " if height is None else BARS[height] for height in heights)

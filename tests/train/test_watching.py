@@ -1,0 +1,110 @@
+"""A run as it is watched and drawn, live and finished, on any machine."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from factories import make_run_log
+from rich.console import Console
+from train.train_runs import run_here, tiny_config
+
+from mfubench.config import ConfigError
+from mfubench.run_log import append_step, write_json, write_run_log
+from mfubench.run_plot import plot_run
+from mfubench.train.progress import Display, describe, live_values, palm_mfu_of
+from mfubench.watching import look, render, sparkline, watch_run
+
+
+def shown(view) -> str:
+    console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(view))
+    return console.export_text()
+
+
+def live_of(log):
+    return live_values(log, log.memory[0], 40.0, palm_mfu_of(log))
+
+
+def test_a_line_has_loss_mfu_rate_memory_and_time_left():
+    log = make_run_log(max_iters=5000, step_count=100)
+    line = describe(live_of(log))
+    assert "step 100/5000" in line
+    assert "MFU 6" in line and "(palm)" in line
+    assert "tokens/s" in line and "memory 40.0 GiB (peak 41.3, reserved 46.8)" in line
+    assert ":" in line.split(", ")[-1] and "left" in line
+
+
+def test_a_finished_run_is_shown_at_once(tmp_path, capsys):
+    write_run_log(tmp_path / "run.json", make_run_log())
+    watch_run(tmp_path / "run.json", once=False, interval_s=0.1)
+    text = capsys.readouterr().out
+    assert "MFU (palm)" in text and "loss" in text and "ok" in text
+
+
+def test_a_live_run_is_read_from_its_work_folder(tmp_path):
+    log = make_run_log()
+    steps, log.steps = log.steps, []
+    with pytest.raises(ConfigError, match="no run has started here"):
+        look(tmp_path)
+    write_run_log(tmp_path / "partial.json", log)
+    assert not look(tmp_path).finished
+    for step in steps:
+        append_step(tmp_path / "steps.jsonl", step)
+    log.steps = steps
+    write_json(tmp_path / "live.json", live_of(log))
+    card = {"power_w": 612.0, "sm_clock_mhz": 1755, "temperature_c": 61, "utilization_percent": 100}
+    (tmp_path / "telemetry.jsonl").write_text(json.dumps({"time": 1.0, "cards": [card]}) + '\n{"time": 2.0, "car')
+    view = look(tmp_path)
+    assert not view.finished and view.state == "running"
+    text = shown(view)
+    assert "612" in text and "1755" in text and "█" in text
+    write_json(tmp_path / "live.json", live_of(log) | {"updated_at": time.time() - 600})
+    assert "no news for 600 s" in look(tmp_path).state
+    write_json(tmp_path / "live.json", live_of(log) | {"status": "diverged"})
+    assert look(tmp_path).finished and look(tmp_path).state == "diverged"
+
+
+def test_a_failed_run_says_why(tmp_path):
+    write_run_log(tmp_path / "partial.json", make_run_log(steps=[]))
+    write_json(tmp_path / "failure.json", {"reason": "ValueError: a shape is wrong"})
+    assert look(tmp_path).state == "failed: ValueError: a shape is wrong"
+
+
+def test_a_real_run_can_be_watched_and_drawn(data, tmp_path):
+    log = run_here(tiny_config(evaluation={"interval": 5, "iters": 1}), data, tmp_path)
+    assert look(tmp_path).state == "ok" and look(tmp_path).finished
+    assert "tokens/s a process" in shown(look(tmp_path / "run.json"))
+    plot_run(log, tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 20_000
+
+
+def test_plot_of_a_gpu_run_and_of_one_without_steps(tmp_path):
+    plot_run(make_run_log(world_size=4, parallelism="ddp"), tmp_path / "run.png")
+    assert (tmp_path / "run.png").exists()
+    with pytest.raises(ConfigError, match="has no steps to draw"):
+        plot_run(make_run_log(steps=[], status="skipped"), tmp_path / "none.png")
+
+
+def test_nothing_there_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="neither a run JSON nor the work folder"):
+        look(tmp_path / "missing")
+
+
+def test_sparklines():
+    assert sparkline([1, 2, 3, 4, 5, 6, 7, 8]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1.0, None, float("nan"), 2.0]) == "▁  █"
+    assert len(sparkline(list(range(1000)))) == 60
+    assert sparkline([3.0, 3.0]) == "▁▁"
+    assert sparkline([None]) == " "
+
+
+def test_plain_lines_come_every_few_seconds_and_at_the_end(capfd):
+    log = make_run_log()
+    display = Display(log.config)
+    display.update(live_of(log))
+    display.update(live_of(log))
+    assert capfd.readouterr().err.count("tokens/s") == 1
+    display.close()
+    assert capfd.readouterr().err.count("tokens/s") == 1
