@@ -130,7 +130,8 @@ def in_memory(text: Path, tokenizer: Path) -> float:
     context = multiprocessing.get_context("spawn")
     ready, results = context.Barrier(PROCESSES), context.Queue()
     workers = [
-        context.Process(target=encode_share, args=(text, tokenizer, share, ready, results)) for share in range(PROCESSES)
+        context.Process(target=encode_share, args=(text, tokenizer, share, ready, results))
+        for share in range(PROCESSES)
     ]
     for worker in workers:
         worker.start()

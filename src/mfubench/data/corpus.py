@@ -158,9 +158,9 @@ def slice_size(total: int) -> int:
 def group_files(files: list[SourceFile], size: int) -> list[list[SourceFile]]:
     """Neighbours that fit into one slice together, as groups; larger files alone."""
     groups: list[list[SourceFile]] = []
-    filled = size
+    filled = 0
     for file in files:
-        if filled + file.size > size:
+        if not groups or filled + file.size > size:
             groups.append([])
             filled = 0
         groups[-1].append(file)

@@ -18,14 +18,14 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tiktoken
 from tokenizers import Tokenizer, normalizers
 
 from mfubench.config import ConfigError
-from mfubench.data.meta import TokenizerMeta, read_meta
+from mfubench.data.meta import EncoderKind, TokenizerMeta, read_meta
 
 # The split that `ByteLevel(use_regex=True)` stands for (Radford et al. 2019, encoder.py of the GPT-2 release).
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -38,6 +38,8 @@ PROBE = (
     "\u1112\u1161\u11ab ½ ² Ⅷ ٣٤ \U0001f999\U0001f469\u200d\U0001f467 \u00a0\u2009\u3000x\u200b ﬁ ǆ \U0001d54f "
     "'S 'RE he'd HE'LL <|endoftext|> </s> ▁ ▁▁a"
 )
+EncodeBatch = Callable[[Sequence[str]], list[np.ndarray]]  # texts -> ids of each, uint16 or uint32
+
 WORD_CACHE_SIZE = 2**19  # words; about 150 MB
 LONGEST_CACHED_WORD = 64  # characters; longer ones hardly ever return
 
@@ -45,15 +47,13 @@ LONGEST_CACHED_WORD = 64  # characters; longer ones hardly ever return
 class Encoder:
     """Token ids of documents, without the end-of-document id."""
 
-    def __init__(
-        self, meta: TokenizerMeta, encode_batch: Callable[[Sequence[str]], list[np.ndarray]], payload: bytes
-    ) -> None:
+    def __init__(self, meta: TokenizerMeta, encode_batch: EncodeBatch, payload: bytes) -> None:
         self.kind = meta.encoder
         self.name = meta.name
         self.sha256 = meta.sha256
         self.eos_id = meta.eos_id
         self.vocab_size = meta.vocab_size
-        self.encode_batch = encode_batch  # texts -> one array of ids (uint16 or uint32) for each
+        self.encode_batch = encode_batch
         self._payload = payload
 
     @functools.cached_property
@@ -79,13 +79,14 @@ def load_encoder(folder: Path | str) -> Encoder:
     """The encoder of a folder that `get_tokenizer` wrote; raises ConfigError where the folder is not what it was."""
     meta, payload = read_tokenizer(folder)
     spec = json.loads(payload)
-    if meta.encoder == "tiktoken":
-        encode_batch = tiktoken_encoder(spec)
-    elif meta.encoder == "word-cache":
-        encode_batch = word_cache_encoder(spec)
-    else:
-        encode_batch = tokenizers_encoder(spec)
-    return Encoder(meta, encode_batch, payload)
+    return Encoder(meta, build_encoder(meta.encoder, spec), payload)
+
+
+def build_encoder(kind: EncoderKind, spec: dict[str, Any]) -> EncodeBatch:
+    """The function that encodes; spec: the parsed tokenizer.json."""
+    return {"tiktoken": tiktoken_encoder, "word-cache": word_cache_encoder, "tokenizers": tokenizers_encoder}[kind](
+        spec
+    )
 
 
 class NotApplicable(Exception):
@@ -95,7 +96,7 @@ class NotApplicable(Exception):
 # --- the reference ---------------------------------------------------------------------------------------------------
 
 
-def tokenizers_encoder(spec: dict[str, Any]) -> Callable[[Sequence[str]], list[np.ndarray]]:
+def tokenizers_encoder(spec: dict[str, Any]) -> EncodeBatch:
     """`tokenizers` itself, for text without special tokens. spec: the parsed tokenizer.json."""
     tokenizer = Tokenizer.from_str(json.dumps(spec | {"added_tokens": [], "post_processor": None}))
 
@@ -109,7 +110,7 @@ def tokenizers_encoder(spec: dict[str, Any]) -> Callable[[Sequence[str]], list[n
 # --- byte-level BPE through tiktoken ---------------------------------------------------------------------------------
 
 
-def tiktoken_encoder(spec: dict[str, Any]) -> Callable[[Sequence[str]], list[np.ndarray]]:
+def tiktoken_encoder(spec: dict[str, Any]) -> EncodeBatch:
     """The same ids from tiktoken; raises NotApplicable where that cannot be said from the specification."""
     pattern = _split_pattern(spec["pre_tokenizer"])
     normalize = _normalizer(spec["normalizer"])
@@ -187,7 +188,7 @@ def byte_alphabet() -> dict[int, str]:
 # --- SentencePiece-style BPE through a cache of words ----------------------------------------------------------------
 
 
-def word_cache_encoder(spec: dict[str, Any]) -> Callable[[Sequence[str]], list[np.ndarray]]:
+def word_cache_encoder(spec: dict[str, Any]) -> EncodeBatch:
     """LLaMA-2's ids, several times faster: encode each distinct word once.
 
     Such a tokenizer runs its merges over a whole document in which ▁ stands for a blank. Cutting the document between
@@ -239,21 +240,22 @@ def word_cache_encoder(spec: dict[str, Any]) -> Callable[[Sequence[str]], list[n
 
 
 def choose_encoder(
-    spec: dict[str, Any], samples: Sequence[str]
-) -> tuple[Literal["tiktoken", "word-cache", "tokenizers"], str | None]:
+    spec: dict[str, Any], samples: Sequence[str], reference: EncodeBatch
+) -> tuple[EncoderKind, EncodeBatch, str | None]:
     """The fastest encoder whose ids equal the reference's on `samples`, and why it is not a faster one."""
-    reference = tokenizers_encoder(spec)(samples)
+    expected = reference(samples)
     reasons = []
-    for kind, build in (("tiktoken", tiktoken_encoder), ("word-cache", word_cache_encoder)):
+    kinds: tuple[EncoderKind, ...] = ("tiktoken", "word-cache")
+    for kind in kinds:
         try:
-            ids = build(spec)(samples)
+            encode_batch = build_encoder(kind, spec)
         except NotApplicable as reason:
             reasons.append(f"no {kind}: {reason}")
             continue
-        if all(np.array_equal(a, b) for a, b in zip(ids, reference, strict=True)):
-            return kind, "; ".join(reasons) or None  # type: ignore[return-value]
+        if all(np.array_equal(a, b) for a, b in zip(encode_batch(samples), expected, strict=True)):
+            return kind, encode_batch, "; ".join(reasons) or None
         reasons.append(f"no {kind}: its ids differ from those of tokenizers on sample text")
-    return "tokenizers", "; ".join(reasons)
+    return "tokenizers", reference, "; ".join(reasons)
 
 
 def vocabulary_sha256(tokenizer: Tokenizer) -> str:
@@ -263,6 +265,6 @@ def vocabulary_sha256(tokenizer: Tokenizer) -> str:
     return hashlib.sha256("".join(f"{i}\t{token}\n" for i, token in rows).encode()).hexdigest()
 
 
-def probe_sha256(spec: dict[str, Any]) -> str:
+def probe_sha256(reference: EncodeBatch) -> str:
     """Hash of the ids of PROBE: tells merges, splits and normalizer of two tokenizers apart."""
-    return hashlib.sha256(tokenizers_encoder(spec)([PROBE])[0].astype("<u4").tobytes()).hexdigest()
+    return hashlib.sha256(reference([PROBE])[0].astype("<u4").tobytes()).hexdigest()

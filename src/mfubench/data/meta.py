@@ -14,6 +14,7 @@ from mfubench.config import ConfigError, Strict
 
 TokenDtype = Literal["uint16", "uint32"]
 SplitName = Literal["train", "val"]
+EncoderKind = Literal["tiktoken", "word-cache", "tokenizers"]
 
 
 class TokenizerMeta(Strict):
@@ -29,7 +30,7 @@ class TokenizerMeta(Strict):
     eos_token: str
     sha256: str = Field(description="of tokenizer.json as written here")
     vocabulary_sha256: str = Field(description="of tokens and ids, however a file spells them")
-    encoder: Literal["tiktoken", "word-cache", "tokenizers"]
+    encoder: EncoderKind
     encoder_reason: str | None = Field(None, description="why it is not a faster one")
 
 
@@ -65,7 +66,7 @@ class DatasetTokenizer(Strict):
     sha256: str
     vocab_size: int
     eos_id: int
-    encoder: Literal["tiktoken", "word-cache", "tokenizers"]
+    encoder: EncoderKind
 
 
 class DatasetMeta(Strict):

@@ -29,11 +29,13 @@ from mfubench.data.config import (
 )
 from mfubench.data.encoder import (
     PROBE,
+    EncodeBatch,
     Encoder,
     byte_alphabet,
     choose_encoder,
     load_encoder,
     probe_sha256,
+    tokenizers_encoder,
     vocabulary_sha256,
 )
 from mfubench.data.meta import TokenizerMeta, write_atomically, write_meta
@@ -62,15 +64,20 @@ def get_tokenizer(config: TokenizerConfig, out_dir: Path) -> TokenizerMeta:
             source = str(config.path)
 
     tokenizer, spec = parse_tokenizer(payload, source)
+    reference = tokenizers_encoder(spec)
+    if isinstance(config, ExistingTokenizer):
+        check_existing(config, tokenizer, reference, source)
     stated = None if isinstance(config, BpeTokenizer) else config.eos_token
     eos_token = stated or _token_text(settings.get("eos_token"))
     eos_id = None if eos_token is None else tokenizer.token_to_id(eos_token)
     if eos_token is None or eos_id is None:
         raise ConfigError(f"{source}: end-of-document token {eos_token!r} is not in its vocabulary; set eos_token")
-    if isinstance(config, ExistingTokenizer):
-        check_existing(config, tokenizer, spec, source)
-
-    encoder, reason = choose_encoder(spec, _sample_texts(eos_token))
+    encoder, encode_batch, reason = choose_encoder(spec, _sample_texts(eos_token), reference)
+    if eos_id in encode_batch([eos_token])[0]:
+        raise ConfigError(
+            f"{source}: the text {eos_token!r} is encoded as the end-of-document id {eos_id}, so documents could not "
+            "be told apart; set eos_token to a special token"
+        )
     largest_id = max(tokenizer.get_vocab(with_added_tokens=True).values())
     meta = TokenizerMeta(
         name=out_dir.name,
@@ -88,7 +95,6 @@ def get_tokenizer(config: TokenizerConfig, out_dir: Path) -> TokenizerMeta:
     write_atomically(out_dir / "tokenizer.json", payload.decode())
     write_atomically(out_dir / "tokenizer_config.json", json.dumps(_transformers_config(settings, eos_token), indent=2))
     write_meta(meta, out_dir)
-    _check_end_of_document(out_dir, meta)
     return meta
 
 
@@ -232,7 +238,7 @@ def parse_tokenizer(payload: bytes, where: str) -> tuple[Tokenizer, dict[str, An
         ) from None
 
 
-def check_existing(config: ExistingTokenizer, tokenizer: Tokenizer, spec: dict[str, Any], where: str) -> None:
+def check_existing(config: ExistingTokenizer, tokenizer: Tokenizer, reference: EncodeBatch, where: str) -> None:
     """Raise ConfigError unless vocabulary, size and ids are the expected ones."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     size = max(vocabulary.values()) + 1
@@ -249,21 +255,11 @@ def check_existing(config: ExistingTokenizer, tokenizer: Tokenizer, spec: dict[s
         )
     if config.family is not None:
         expected = families()[config.family]["probe_sha256"]
-        if (found := probe_sha256(spec)) != expected:
+        if (found := probe_sha256(reference)) != expected:
             raise ConfigError(
                 f"{where}: has the vocabulary of {config.family}, but splits or merges text differently (probe_sha256 "
                 f"{found}, expected {expected}); take tokenizer.json from the repository of tokenizers.yaml"
             )
-
-
-def _check_end_of_document(folder: Path, meta: TokenizerMeta) -> None:
-    encoder = load_encoder(folder)
-    if meta.eos_id in encoder.encode_batch([meta.eos_token])[0]:
-        (folder / "meta.json").unlink()
-        raise ConfigError(
-            f"{meta.source}: the text {meta.eos_token!r} is encoded as the end-of-document id {meta.eos_id}, so "
-            "documents could not be told apart; set eos_token to a special token"
-        )
 
 
 def _sample_texts(eos_token: str) -> list[str]:
