@@ -272,6 +272,10 @@ def loss_lost_and_called_ok() -> RunLog:
     return change_steps(make_run_log(), loss=lambda step: None if step.step > 20 else step.loss)
 
 
+def loss_written_as_nan() -> RunLog:
+    return change_steps(make_run_log(), loss=lambda step: float("nan") if step.step > 20 else step.loss)
+
+
 def change_dataset(log: RunLog, **changes: object) -> RunLog:
     return log.model_copy(update={"dataset": log.dataset.model_copy(update=changes)})
 
@@ -325,6 +329,7 @@ FAULTS: list[tuple[Plant, set[str]]] = [
     (gradients_read_after_clearing, {"gradients_absent"}),
     (gradient_norm_always_absent, {"gradients_absent"}),
     (loss_lost_and_called_ok, {"loss_not_finite"}),
+    (loss_written_as_nan, {"loss_not_finite"}),
     (large_ids_written_as_uint16, {"token_ids_do_not_fit"}),
     (embedding_without_rows_for_all_ids, {"token_ids_do_not_fit"}),
 ]

@@ -134,6 +134,46 @@ def loaded_libraries(pid: int) -> str:
     return " ".join(mapping.path for mapping in psutil.Process(pid).memory_maps())
 
 
+FAKE_PYNVML = """
+NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
+
+
+class Rates:
+    gpu = 97
+
+
+def nvmlInit(): pass
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetHandleByUUID(uuid): return 7
+def nvmlDeviceGetEnforcedPowerLimit(handle): return 700000
+def nvmlDeviceGetName(handle): return "NVIDIA H100 80GB HBM3"
+def nvmlDeviceGetUUID(handle): return f"GPU-{handle}"
+def nvmlDeviceGetMaxClockInfo(handle, kind): return 1980
+def nvmlDeviceGetPowerUsage(handle): return 650500 + handle
+def nvmlDeviceGetUtilizationRates(handle): return Rates
+def nvmlDeviceGetClockInfo(handle, kind): return {1: 1755, 2: 2619}[kind]
+def nvmlDeviceGetTemperature(handle, sensor): raise RuntimeError("Not Supported")
+def nvmlDeviceGetCurrentClocksThrottleReasons(handle): return 4
+"""
+
+
+def test_sampling_process_with_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two cards, as a driver reports them; what one value lacks costs that value alone."""
+    (tmp_path / "pynvml.py").write_text(FAKE_PYNVML)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
+    began_s = time.time()
+    with Sampler(tmp_path / "work", [0, 1], interval_s=0.05) as sampler:
+        time.sleep(0.4)
+        summary = sampler.summarize([(began_s, time.time())])
+    assert [card["uuid"] for card in summary["gpus"]] == ["GPU-3", "GPU-7"]
+    assert summary["gpus"][0]["power_w"]["median"] == pytest.approx(650.503)
+    assert summary["gpus"][1]["sm_clock_mhz"]["max"] == 1755
+    assert summary["gpus"][0]["temperature_c"] is None
+    assert summary["throttled"]["power_cap"]["share"] == 1.0
+    assert summary["host_limited"] is False
+
+
 def test_sampler_dies_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import os, sys; from mfubench.telemetry import Sampler; s = Sampler(sys.argv[1], []); s.__enter__(); "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from mfubench.audit.findings import Finding
@@ -150,7 +151,7 @@ def check_learning(log: RunLog) -> list[Finding]:
     """Losses are finite, gradients are there."""
     findings = []
     if log.status == "ok":
-        lost = [step.step for step in log.steps if step.loss is None]
+        lost = [step.step for step in log.steps if step.loss is None or not math.isfinite(step.loss)]
         if lost:
             sentence = (
                 f"the run calls itself ok, but the loss of step {lost[0]} and {len(lost) - 1} others is not finite"

@@ -23,11 +23,12 @@ def audit(
 
     from mfubench.audit import audit_figures, audit_paths
     from mfubench.ceilings import read_ceilings
+    from mfubench.run_log import finite
 
     if reported:
         report = audit_figures(what)
     else:
         report = audit_paths([Path(path) for path in what], read_ceilings(ceilings) if ceilings else None)
-    typer.echo(json.dumps(report.to_json(), indent=1) if as_json else report.to_text())
+    typer.echo(json.dumps(finite(report.to_json()), indent=1) if as_json else report.to_text())
     if strict and report.impossible:
         raise typer.Exit(1)
