@@ -83,22 +83,26 @@ def draw_loss(axes: Axes, log: RunLog, theme: Theme) -> None:
 
 def draw_rate(axes: Axes, log: RunLog, theme: Theme) -> None:
     """MFU (palm) where the device's peak is known, tokens/s a process elsewhere."""
-    rates = [step.tokens / step.step_time_s / log.config.world_size for step in log.steps]
     factor = palm_mfu_of(log)
+    scale = 1.0 if factor is None else factor
+    rates = [  # a step that compiles would flatten all others
+        None if step.phase == "compile" else step.tokens / step.step_time_s / log.config.world_size * scale
+        for step in log.steps
+    ]
     if factor is None:
         draw_series(axes, "tokens/s a process", log, rates, theme)
         return
-    draw_series(axes, "MFU (palm)", log, [rate * factor for rate in rates], theme)
+    draw_series(axes, "MFU (palm)", log, rates, theme)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
 
 
 def draw_rank_times(axes: Axes, log: RunLog, theme: Theme) -> None:
     """Measured step times of every rank."""
-    prepare_panel(axes, "step time of each rank, s (measured steps)", log, theme)
+    prepare_panel(axes, "step time of each rank, s", log, theme)
     measured = [position for position, step in enumerate(log.steps) if step.phase == "measured"]
     for rank, times in enumerate(log.rank_step_times_s):
         color = theme.series[rank % len(theme.series)]
         positions = [log.steps[position].step + 1 for position in measured]
         axes.plot(positions, [times[position] for position in measured], color=color, lw=0.9, label=f"rank {rank}")
     if 1 < len(log.rank_step_times_s) <= len(theme.series):
-        axes.legend(ncols=4, loc="upper right")
+        axes.legend(ncols=4, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, handlelength=1.0)

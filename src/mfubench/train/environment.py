@@ -56,9 +56,21 @@ def capture_environment(process: Process) -> Environment:
         git_commit=commit,
         git_dirty=dirty,
         slurm_job_id=os.environ.get("SLURM_JOB_ID"),
-        variables={key: value for key, value in sorted(os.environ.items()) if key.startswith(PREFIXES)},
+        variables={key: value for key, value in sorted(os.environ.items()) if key.startswith(PREFIXES)} | settings(),
         command=shlex.join(sys.orig_argv),
     )
+
+
+def settings() -> dict[str, str]:
+    """What is no environment variable and changes speed or rounding all the same."""
+    matmul = torch.backends.cuda.matmul
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return {
+        "cpu affinity of rank 0": f"{len(cores)} cores, {cores[0]}-{cores[-1]}" if cores else "unknown",
+        "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.cuda.matmul.allow_bf16_reduced_precision_reduction": str(matmul.allow_bf16_reduced_precision_reduction),
+        "torch.cuda.matmul.allow_fp16_reduced_precision_reduction": str(matmul.allow_fp16_reduced_precision_reduction),
+    }
 
 
 def describe_gpu(process: Process) -> Gpu:

@@ -52,6 +52,7 @@ class Optimizer:
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             fused=True,
+            capturable=process.on_cuda,  # the step counts live on the device: a replayed graph must advance them
         )
         for piece in engine.pieces:  # at once, not at the first step: a checkpoint fills them, a graph captures them
             self.adamw.state[piece.master] = {
