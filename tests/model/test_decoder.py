@@ -178,6 +178,22 @@ def test_compiled_blocks_equal_eager(architecture: str, backend: str) -> None:
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "llama-gqa", "qwen3"])
+def test_all_blocks_share_one_compilation(architecture: str) -> None:
+    """Twelve layers compile once: more than a handful of versions of one function, and torch gives up silently."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    decoder = build({**ARCHITECTURES[architecture], "num_hidden_layers": 12}, attention="sdpa")
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in decoder.blocks:
+        block.forward = torch.compile(block.forward, backend=counter, dynamic=False)
+    batch = tokens(2, 25)
+    for _ in range(2):
+        decoder(batch[:, :-1], batch[:, 1:]).backward()
+    assert counter.frame_count == 1
+
+
 def test_bfloat16_model_computes_without_casting_parameters() -> None:
     """No operator of a step turns a parameter into another dtype: masters are float32 elsewhere."""
     from torch.utils._python_dispatch import TorchDispatchMode

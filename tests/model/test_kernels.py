@@ -34,7 +34,9 @@ KERNELS = {
         "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensorptrbf16_0",
         "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90_object_at__tensorptrbf16_0",
     },
-    "eager": {"void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, c10::BFloat16, float, c10::BFloat16>"},
+    "eager": {
+        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float, SoftMaxForwardEpilogue>",
+    },
 }
 OTHERS = {
     "nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NNT",
@@ -43,6 +45,7 @@ OTHERS = {
     "triton_poi_fused__scaled_dot_product_cudnn_attention_cat_view_3",
     "triton_red_fused__fused_rms_norm_mm_pytorch_flash_2",
     "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
+    "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float, LogSoftMaxForwardEpilogue>",
 }
 
 
@@ -78,12 +81,17 @@ def test_classification() -> None:
     kernels = classify(KERNELS["cudnn"] | OTHERS)
     assert set(kernels.attention) == KERNELS["cudnn"]
     assert [name[:5] for name in kernels.matmul] == ["nvjet", "sm90_"]
-    assert kernels.other_count == 3
+    assert kernels.other_count == 4
+
+
+def test_softmax_of_plain_attention_is_told_from_the_loss() -> None:
+    assert set(classify(KERNELS["eager"] | OTHERS).attention) == KERNELS["eager"]
+    assert classify({"triton_red_fused__log_softmax_1"} | OTHERS).attention == []
 
 
 def test_profile_on_a_cpu() -> None:
-    x = torch.randn(4, 4)
-    kernels = profile_kernels(lambda: (x @ x).softmax(-1).relu(), "cpu")
+    x = torch.randn(4, 4, requires_grad=True)
+    kernels = profile_kernels(lambda: (x @ x).softmax(-1).relu().log_softmax(-1).sum().backward(), "cpu")
     assert kernels.matmul == ["aten::mm"]
-    assert "aten::_softmax" in kernels.attention
+    assert kernels.attention == ["aten::_softmax", "aten::_softmax_backward_data", "aten::softmax"]
     assert kernels.other_count >= 1

@@ -9,7 +9,6 @@ The operator is part of the graph and of its cache key. `attention.py` chooses a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -87,48 +86,59 @@ def load_fa3() -> AttentionFunction:
     return fa3
 
 
-@functools.cache
 def load_fa4() -> AttentionFunction:
-    """FlashAttention-4 of the flash-attn-4 package: kernels written in CuTe DSL and compiled at the first call.
-
-    The package launches them from Python, which torch.compile cannot trace; here they become two operators that it
-    takes as they are. Cached, since an operator is registered once a process.
-    """
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-
-    @torch.library.custom_op("mfubench::fa4_attention", mutates_args=(), device_types="cuda")
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, log_sum_exp, *_ = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)
-        return out, log_sum_exp
-
-    @forward.register_fake
-    def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        B, T, H, _ = q.shape
-        return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
-
-    @torch.library.custom_op("mfubench::fa4_attention_backward", mutates_args=(), device_types="cuda")
-    def backward(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        _flash_attn_bwd(q, k, v, out, grad, log_sum_exp, causal=True, dq=dq, dk=dk, dv=dv)
-        return dq, dk, dv
-
-    @backward.register_fake
-    def _(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-    def save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs, *output)
-
-    def differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(grad, *ctx.saved_tensors)
-
-    forward.register_autograd(differentiate, setup_context=save)
-
-    def fa4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return forward(q, k, v)[0]
+    """FlashAttention-4 of the flash-attn-4 package: kernels written in CuTe DSL and compiled at the first call."""
+    import flash_attn.cute.interface  # noqa: F401 (the operators below use it)
 
     return fa4
+
+
+# The package launches its kernels from Python, which torch.compile cannot trace: here they become two operators, which
+# it takes as they are.
+
+
+def fa4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return fa4_attention(q, k, v)[0]
+
+
+@torch.library.custom_op("mfubench::fa4_attention", mutates_args=())
+def fa4_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [B, T, H, D] and the log-sum-exp of the scores [B, H, T], float32, which the backward pass needs."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, log_sum_exp, *_ = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)
+    return out, log_sum_exp
+
+
+@torch.library.custom_op("mfubench::fa4_attention_backward", mutates_args=())
+def fa4_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, contiguous."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    _flash_attn_bwd(q, k, v, out, grad, log_sum_exp, causal=True, dq=dq, dk=dk, dv=dv)
+    return dq, dk, dv
+
+
+@fa4_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    B, T, H, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
+
+
+@fa4_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def save_for_fa4_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def differentiate_fa4(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    return fa4_attention_backward(grad, *ctx.saved_tensors)
+
+
+fa4_attention.register_autograd(differentiate_fa4, setup_context=save_for_fa4_backward)

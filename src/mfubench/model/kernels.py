@@ -28,7 +28,7 @@ CPU_FAMILIES = {"sdpa": r"scaled_dot_product"}
 INDUCTOR_FUSED = re.compile(r"triton_(poi|red|per|for)_|_cpp_fused_")
 ATTENTION = re.compile(r"flash|fmha|sdpa|scaled_dot_product|compute_dot_do_o|convert_dq", re.IGNORECASE)
 MATMUL = re.compile(r"gemm|gemv|nvjet|xmma|splitk|cublas|triton_tem_|aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$", re.I)
-SOFTMAX = re.compile(r"softmax", re.IGNORECASE)
+SOFTMAX = re.compile(r"(?<!log)(?<!log_)softmax(?!.*LogSoftMax)", re.IGNORECASE)  # not the loss's
 
 
 def profile_kernels(step: Callable[[], None], device: torch.device | str) -> Kernels:
@@ -44,7 +44,9 @@ def profile_kernels(step: Callable[[], None], device: torch.device | str) -> Ker
             torch.cuda.synchronize(device)
     wanted = DeviceType.CUDA if cuda else DeviceType.CPU
     names = {event.name for event in profiler.events() if event.device_type == wanted}
-    return classify({name for name in names if not name.startswith(("Memcpy", "Memset"))})
+    if cuda:
+        return classify({name for name in names if not name.startswith(("Memcpy", "Memset"))})
+    return classify({name for name in names if "::" in name and not name.startswith("autograd::")})
 
 
 def classify(names: set[str]) -> Kernels:
