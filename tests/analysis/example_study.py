@@ -33,7 +33,7 @@ GPU_CASES: dict[str, tuple[int, float, float, dict[str, Any]]] = {
     "tiers/tier2-repeat2": (8, 66_610, 52.0, {"loader": {"kind": "dataloader"}, "repeat": 2}),
     "tiers/tier3": (8, 68_900, 55.5, {"loader": {"kind": "dataloader"}, "cuda_graphs": True}),
     "ablations/4.1-sdpa": (8, 57_900, 52.4, {"attention": "sdpa"}),
-    "ablations/4.2-float32": (8, 24_800, 74.1, {"dtype": "float32"}),
+    "ablations/4.2-float32": (8, 24_800, 74.1, {"dtype": "float32", "attention": "cudnn"}),
     "ablations/4.2-bfloat16-control": (8, 57_850, 52.4, {"attention": "sdpa"}),
     "ablations/4.3-accumulation1": (8, 59_900, 52.0, {"gradient_accumulation_steps": 1}),
     "ablations/4.3-accumulation16": (8, 67_700, 52.0, {"gradient_accumulation_steps": 16}),

@@ -46,6 +46,7 @@ def test_blocks_of_constant_and_short_series():
     assert block_length([1.0, 2.0, 3.0]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correlation", [0.0, 0.6])
 def test_interval_of_the_median_covers_the_truth(correlation: float):
     covered = 0
@@ -56,6 +57,7 @@ def test_interval_of_the_median_covers_the_truth(correlation: float):
     assert 0.86 <= covered / 150 <= 0.995  # 95 % nominally; bootstraps of short dependent series fall a little short
 
 
+@pytest.mark.slow
 def test_ignoring_the_autocorrelation_would_not_cover(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mfubench.analysis.statistics.block_length", lambda values: 1)
     covered = sum(

@@ -128,9 +128,9 @@ def unsteadiness(candidate: Candidate) -> tuple[float, float, float]:
 def command_for(config: RunConfig) -> str:
     """`mfubench train MODEL key=value …` with every setting of the run that is not its default."""
     values = config.model_dump(mode="json")
-    words = [f"mfubench train {config.model.name}"]
+    words = [f"mfubench train {config.model.name} --data resources/datasets/{config.dataset}"]
+    words.append(f"max_iters={config.max_iters}")
     words += [f"model.{key}={as_yaml(value)}" for key, value in model_changes(config).items()]
-    words.append(f"--data resources/datasets/{config.dataset} max_iters={config.max_iters}")
     for key in COMMAND_KEYS:
         default = RunConfig.model_fields[key].get_default()
         if key == "loader":

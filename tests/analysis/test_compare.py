@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from analysis.example_study import make_gpu_log, write_gpu_study
+from typer.testing import CliRunner
+
+from mfubench.analysis.compare import compare_studies
+from mfubench.cli import app
+from mfubench.config import ConfigError
+from mfubench.run_log import read_run_log, write_run_log
+
+REGRESSION = 3
+
+
+@pytest.fixture(scope="module")
+def next_week(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same machine and code, other noise."""
+    return write_gpu_study(tmp_path_factory.mktemp("results") / "next-week", seed=1000)
+
+
+def verdicts(first: Path, second: Path, threshold: float = 0.02) -> dict[str, str]:
+    return {change.case: change.verdict for change in compare_studies(first, second, threshold).changes}
+
+
+def test_the_same_speed_is_no_regression(gpu_study: Path, next_week: Path):
+    comparison = compare_studies(gpu_study, next_week, 0.02)
+    assert comparison.regressions == []
+    assert all(abs(change.difference.change) < 0.01 for change in comparison.changes if change.difference)
+    assert comparison.spread is not None and comparison.spread.processes >= 16
+
+
+def test_a_loss_beyond_threshold_and_spread_is_one(gpu_study: Path, changed_study: Path):
+    write_run_log(changed_study / "runs" / "tiers" / "tier3.json", make_gpu_log("tiers/tier3", 7, speed=0.97))
+    comparison = compare_studies(gpu_study, changed_study, 0.02)
+    (change,) = comparison.regressions
+    assert change.case == "tiers/tier3"
+    assert change.difference is not None and change.difference.change == pytest.approx(-0.03, abs=0.003)
+    assert compare_studies(gpu_study, changed_study, 0.05).regressions == []
+    assert verdicts(gpu_study, changed_study, 0.05)["tiers/tier3"] == "slower"
+
+
+def test_a_loss_within_the_spread_is_none(gpu_study: Path, changed_study: Path):
+    """Where processes of one setting differ by 5 %, 3 % are nothing."""
+    for repeat, speed in ((1, 0.95), (2, 1.05)):
+        name = f"tiers/tier1-repeat{repeat}"
+        write_run_log(changed_study / "runs" / f"{name}.json", make_gpu_log(name, 7, speed=speed))
+    write_run_log(changed_study / "runs" / "tiers" / "tier3.json", make_gpu_log("tiers/tier3", 7, speed=0.97))
+    assert verdicts(gpu_study, changed_study)["tiers/tier3"] == "no difference"
+
+
+def test_a_case_that_no_longer_ends_well_is_broken(gpu_study: Path, changed_study: Path):
+    path = changed_study / "runs" / "smoke" / "llama2-1.36b.json"
+    log = read_run_log(path).model_copy(update={"status": "diverged", "reason": "loss not finite"})
+    write_run_log(path, log)
+    (change,) = compare_studies(gpu_study, changed_study, 0.02).regressions
+    assert (change.case, change.verdict) == ("smoke/llama2-1.36b", "broken")
+    assert "loss not finite" in (change.reason or "")
+
+
+def test_cases_of_one_study_alone_and_other_settings(gpu_study: Path, changed_study: Path):
+    (changed_study / "runs" / "tiers" / "tier3.json").unlink()
+    path = changed_study / "runs" / "ablations" / "4.1-sdpa.json"
+    log = read_run_log(path)
+    log.used["attention"].used = "eager"
+    write_run_log(path, log)
+    changes = {change.case: change for change in compare_studies(gpu_study, changed_study, 0.02).changes}
+    assert changes["tiers/tier3"].verdict == "only in one"
+    assert changes["tiers/tier3"].reason == "not in the second study"
+    assert changes["ablations/4.1-sdpa"].differs_in == {"attention": ("sdpa", "eager")}
+
+
+def test_command_line(gpu_study: Path, changed_study: Path):
+    write_run_log(changed_study / "runs" / "tiers" / "tier3.json", make_gpu_log("tiers/tier3", 7, speed=0.9))
+    runner = CliRunner()
+    good = runner.invoke(app, ["compare", str(gpu_study), str(gpu_study)])
+    assert good.exit_code == 0 and "no regression beyond 2.0 %" in good.output
+    bad = runner.invoke(app, ["compare", str(gpu_study), str(changed_study)])
+    assert bad.exit_code == REGRESSION and "regression: tiers/tier3" in bad.output
+    as_json = runner.invoke(app, ["compare", str(gpu_study), str(changed_study), "--json"])
+    assert json.loads(as_json.output)["regressions"] == ["tiers/tier3"]
+    with pytest.raises(ConfigError, match="--threshold"):
+        runner.invoke(app, ["compare", str(gpu_study), str(gpu_study), "--threshold", "2"], catch_exceptions=False)
+
+
+@pytest.mark.slow
+def test_report_command(changed_study: Path):
+    result = CliRunner().invoke(app, ["report", str(changed_study), "--partial"])
+    assert result.exit_code == 0, result.output
+    for name in ("report.html", "report.md", "summary.json", "tables/runs.csv"):
+        assert (changed_study / name).stat().st_size > 100

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from analysis.example_study import noisy_steps
+from factories import ATTENTION_KERNELS, make_run_log
+
+from mfubench.analysis.effects import (
+    differing_settings,
+    judge_effect,
+    judge_effects,
+    settings_that_ran,
+    spread_between_processes,
+    why_missing,
+)
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.measures import measure
+from mfubench.run_log import Choice, Kernels, RunLog
+
+
+def noisy(log: RunLog, rate: float, seed: int) -> RunLog:
+    return log.model_copy(update={"steps": noisy_steps(log, rate, seed, 0.001)})
+
+
+def measured(**logs: RunLog):
+    return {log.name: measure(log, None) for log in logs.values()}
+
+
+@pytest.fixture(scope="module")
+def found(gpu_study: Path) -> Findings:
+    return Findings.of(gpu_study)
+
+
+def test_example_effects(found: Findings):
+    verdicts = {effect.name: effect.verdict for effect in found.effects}
+    assert verdicts == {
+        "torch.compile": "faster",
+        "DataLoader": "no difference",
+        "CUDA graphs": "faster",
+        "cuDNN attention": "faster",
+        "float32": "slower",
+        "accumulation 16 instead of 1": "faster",
+        "micro-batch 24 instead of 8": "faster",
+        "FSDP": "not measured",
+    }
+    by_name = {effect.name: effect for effect in found.effects}
+    assert by_name["torch.compile"].difference.change == pytest.approx(69_300 / 55_100 - 1, abs=0.004)
+    assert by_name["DataLoader"].difference.arm_processes == 3
+    assert by_name["DataLoader"].differs_in == {"loader.kind": ("memmap", "dataloader")}
+    assert "needs 16 processes a node" in by_name["FSDP"].reason
+    assert all(effect.is_clean for effect in found.effects if effect.difference)
+
+
+def test_spread_comes_from_repeats_and_from_equal_cases_of_other_names(found: Findings):
+    assert found.spread is not None
+    # tier1 x 3, scaling/2.2-compile-gpus8 and memory/5.2-micro-batch24 are one setting
+    assert found.spread.processes >= 5 + 3
+    assert 0.0002 < found.spread.log_deviation < 0.005
+
+
+def test_settings_are_those_that_ran():
+    log = make_run_log(loader={"kind": "dataloader", "num_workers": 2})
+    log.used["loader"] = Choice(requested="dataloader", used="memmap", reason="no shared memory")
+    settings = settings_that_ran(log)
+    assert settings["loader.kind"] == "memmap" and "loader.num_workers" not in settings
+    assert settings["attention"] == "cudnn"
+    assert "seed" not in settings and "name" not in settings
+
+
+def test_settings_without_meaning_are_no_difference():
+    plain, compiled = make_run_log(compile="none"), make_run_log(compile="model", compile_mode="default")
+    assert differing_settings(plain, compiled) == {"compile": ("none", "model")}
+
+
+def test_an_arm_that_fell_back_to_its_control_is_no_contrast(found: Findings):
+    control = noisy(make_run_log(name="tiers/a", attention="sdpa"), 60_000, 1)
+    arm = noisy(make_run_log(name="tiers/b", attention="fa2"), 61_000, 2)
+    arm.used["attention"] = Choice(requested="fa2", used="sdpa", reason="flash-attn is not installed")
+    effect = judge_effect(found.study, measured(a=control, b=arm), "fa2", "tiers/b", "tiers/a", None, None)
+    assert effect.verdict == "no contrast" and effect.difference is None
+    assert "flash-attn is not installed" in effect.reason
+
+
+def test_arms_with_other_names_and_the_same_kernels_are_no_contrast(found: Findings):
+    control = noisy(make_run_log(name="tiers/a", attention="sdpa"), 60_000, 1)
+    arm = noisy(make_run_log(name="tiers/b", attention="fa2"), 61_000, 2)
+    arm.kernels = Kernels(attention=ATTENTION_KERNELS["sdpa"], matmul=[], other_count=1)
+    effect = judge_effect(found.study, measured(a=control, b=arm), "fa2", "tiers/b", "tiers/a", None, None)
+    assert effect.verdict == "no contrast" and "same attention kernels" in effect.reason
+
+
+def test_two_settings_at_once_are_not_clean(found: Findings):
+    control = noisy(make_run_log(name="tiers/a", dtype="bfloat16"), 60_000, 1)
+    arm = noisy(make_run_log(name="tiers/b", dtype="float32", attention="sdpa"), 30_000, 2)
+    effect = judge_effect(found.study, measured(a=control, b=arm), "fp32", "tiers/b", "tiers/a", None, None)
+    assert effect.verdict == "slower" and not effect.is_clean
+    assert set(effect.differs_in) == {"dtype", "attention"}
+    assert effect.difference.basis == "within-run"
+
+
+def test_memory_of_an_effect(found: Findings):
+    arm = make_run_log(name="tiers/b", micro_batch_size=16)
+    for rank in arm.memory:
+        rank.peak_reserved_gib = 2 * 46.8
+    effect = judge_effect(
+        found.study, measured(a=make_run_log(name="tiers/a"), b=arm), "x", "tiers/b", "tiers/a", None, None
+    )
+    assert effect.memory_change == pytest.approx(1.0)
+
+
+def test_without_repeats_there_is_no_spread():
+    assert spread_between_processes(measured(a=make_run_log(name="tiers/a"))) is None
+
+
+def test_why_a_case_is_missing(found: Findings):
+    assert "out of memory" in why_missing(found.study, "ablations/4.4-micro-batch32")
+    assert "was left out" in why_missing(found.study, "ablations/4.5-fsdp")
+    assert why_missing(found.study, "tiers/tier9") == "tiers/tier9 has not been run"
+
+
+def test_no_effects_declared(cpu_study: Path):
+    found = Findings.of(cpu_study)
+    assert judge_effects(found.study, found.measures) == []

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import importlib
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mfubench.analysis.figures.style import DARK, LIGHT, MARKERS, Theme, machine_label, per_gpu, png
+from mfubench.analysis.findings import Findings
+
+NAMES = ("throughput", "ladder", "effects", "scaling", "memory", "loss", "mfu_over_time")
+SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
+
+
+def module(name: str):
+    return importlib.import_module(f"mfubench.analysis.figures.{name}")
+
+
+def texts(found: Findings, name: str) -> str:
+    """All words that a figure shows."""
+    with LIGHT.applied():
+        figure = module(name).draw(found, LIGHT)
+    words = [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text"))]
+    return "\n".join(words)
+
+
+@pytest.fixture(scope="module")
+def gpu(gpu_study: Path) -> Findings:
+    return Findings.of(gpu_study)
+
+
+@pytest.fixture(scope="module")
+def cpu(cpu_study: Path) -> Findings:
+    return Findings.of(cpu_study)
+
+
+@pytest.fixture(scope="module")
+def smoke_only(cpu_study: Path, tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """What exists after the first stage: nothing that most figures could show."""
+    folder = Path(shutil.copytree(cpu_study, tmp_path_factory.mktemp("smoke") / "study"))
+    for path in (folder / "runs").glob("*/*.json"):
+        if path.parent.name != "smoke":
+            path.unlink()
+    return Findings.of(folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_names_the_machine(gpu: Findings, name: str):
+    shown = texts(gpu, name)
+    assert "8× NVIDIA H100 80GB HBM3" in shown
+    assert "Nothing to show" not in shown
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_with_smoke_tests_alone_gets_honest_panels(smoke_only: Findings, name: str):
+    image = Image.open(io.BytesIO(png(module(name).draw, smoke_only, LIGHT)))
+    assert image.width > 1000
+    if name != "loss":  # a smoke test has a loss
+        assert "Nothing to show" in texts(smoke_only, name)
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=lambda theme: theme.name)
+def test_themes_paint_their_background(cpu: Findings, theme: Theme):
+    image = Image.open(io.BytesIO(png(module("scaling").draw, cpu, theme))).convert("RGB")
+    assert "#{:02x}{:02x}{:02x}".format(*image.getpixel((2, 2))) == theme.background
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=lambda theme: theme.name)
+def test_series_can_be_told_apart_in_grey(theme: Theme):
+    """The first three colours differ in lightness from one another and from the background; markers differ anyway."""
+
+    def lightness(color: str) -> float:
+        red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    assert all(abs(lightness(color) - lightness(theme.background)) > 50 for color in theme.series[:3])
+    assert len(set(MARKERS)) >= len(theme.series)
+
+
+def test_units_convention_and_n(gpu: Findings, cpu: Findings):
+    shown = texts(gpu, "throughput")
+    assert "tokens/s/GPU" in shown and "palm" in shown and "n = 76" in shown and "989.4 TFLOP/s bf16" in shown
+    shown = texts(cpu, "throughput")
+    assert "tokens/s/process" in shown and "(measured)" in shown and "GPU" not in shown.replace("no GPU", "")
+
+
+def test_effects_show_no_difference_and_what_was_expected(gpu: Findings):
+    shown = texts(gpu, "effects")
+    assert "no difference" in shown and "expected by the testing guide" in shown
+    assert "FSDP" not in shown  # not measured: in the table, with the reason, and not in the plot
+
+
+def test_scaling_with_one_world_size_says_so(cpu_study: Path, tmp_path: Path):
+    folder = Path(shutil.copytree(cpu_study, tmp_path / "study"))
+    (folder / "runs" / "scaling" / "2.1-plain-gpus2.json").unlink()
+    assert "only world size 1 was measured" in texts(Findings.of(folder), "scaling")
+
+
+def test_out_of_memory_is_told_in_the_throughput_figure(gpu: Findings):
+    assert "out of memory" in texts(gpu, "throughput")
+
+
+def test_memory_names_the_limit(gpu: Findings):
+    shown = texts(gpu, "memory")
+    assert "all of it: 79.2 GiB" in shown and "largest 30, out of memory at 31" in shown
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_figure_has_its_script(name: str):
+    source = (SCRIPTS / f"plot_{name}.py").read_text(encoding="utf-8")
+    assert f"from mfubench.analysis.figures.{name} import main" in source
+
+
+def test_a_script_writes_its_file(cpu_study: Path, tmp_path: Path):
+    output = tmp_path / "figures" / "ladder.png"
+    assert module("ladder").main(["--study-dir", str(cpu_study), "--output", str(output)]) == 0
+    assert Image.open(output).format == "PNG"
+
+
+def test_labels(gpu: Findings, cpu: Findings):
+    assert machine_label(cpu) == "AMD EPYC 7B13, no GPU"
+    assert (per_gpu(gpu), per_gpu(cpu)) == ("tokens/s/GPU", "tokens/s/process")

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from analysis.example_study import make_gpu_log, write_gpu_study
+
+from mfubench.analysis.report import main, write_report
+from mfubench.analysis.report.render import inline_html, markdown_cell
+from mfubench.run_log import write_json, write_run_log
+
+ORDER = [
+    "Which settings to train with",
+    "Expected against measured",
+    "Where the expectations contradict themselves",
+    "What each optimisation is worth",
+    "Scaling",
+    "Memory",
+    "Loss and gradients",
+    "MFU over time",
+    "Skipped arms and fallbacks",
+    "What a whole training would take",
+    "All runs",
+    "Machine and software",
+    "The audit's verdict",
+    "How to read the numbers",
+]
+FIGURES = 7
+
+
+class Page(HTMLParser):
+    """What a page refers to, its headings, its words, and whether its elements are closed in order."""
+
+    VOID = ("meta", "link", "img", "source", "br", "wbr")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.headings: list[str] = []
+        self.alternatives: list[str] = []
+        self.identifiers: set[str] = set()
+        self.words = ""
+        self.open: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {key: value or "" for key, value in attrs}
+        self.references += [values[key] for key in ("src", "href", "srcset") if key in values]
+        if "id" in values:
+            self.identifiers.add(values["id"])
+        if tag == "img":
+            self.alternatives.append(values.get("alt", ""))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["h2"]:
+            self.headings.append(data)
+        if self.open[-1:] != ["style"]:
+            self.words += data
+
+
+def page_of(study: Path, partial: bool = False) -> Page:
+    html = study / "report.html"
+    write_report(study, html, study / "report.md", study / "summary.json", partial=partial)
+    return Page(html.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def written(gpu_study: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    arguments = ["--study-dir", str(gpu_study), "--html", str(folder / "report.html")]
+    arguments += ["--markdown", str(folder / "report.md"), "--summary", str(folder / "summary.json")]
+    assert main(arguments) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(written: Path) -> Page:
+    return Page((written / "report.html").read_text(encoding="utf-8"))
+
+
+def test_sections_stand_in_the_order_of_the_question(page: Page):
+    assert page.headings == ORDER
+    assert page.open == []
+
+
+def test_the_page_needs_nothing_else(written: Path, page: Page):
+    """Pictures are inside, links go to its own sections, no style or script is fetched."""
+    assert all(reference.startswith(("data:", "#")) for reference in page.references)
+    assert {reference[1:] for reference in page.references if reference.startswith("#")} <= page.identifiers
+    html = (written / "report.html").read_text(encoding="utf-8")
+    assert "<script" not in html and "@import" not in html and "url(" not in html
+
+
+def test_every_picture_is_there_in_both_appearances_and_in_words(page: Page):
+    pictures = [reference for reference in page.references if reference.startswith("data:image/png;base64,")]
+    assert len(pictures) == len(set(pictures)) == 2 * FIGURES
+    assert len(page.alternatives) == FIGURES and all(len(text) > 20 for text in page.alternatives)
+
+
+def test_the_answer_comes_with_its_command(page: Page):
+    assert "Fastest" in page.words
+    assert re.search(r"551,\d00 tokens/s on 8 GPUs", page.words)
+    assert re.search(r"mfubench train llama2-1\.36b --data \S+ .*cuda_graphs=true", page.words)
+
+
+def test_contradictions_are_shown_with_their_arithmetic(page: Page):
+    assert "180,000 tokens/s" in page.words and "8.78" in page.words
+    assert "more than there is" in page.words
+
+
+def test_no_difference_skips_and_fallbacks_are_told(page: Page):
+    for words in (
+        "no difference",
+        "needs 16 processes a node, this machine holds 8",
+        "CUDA out of memory at micro-batch 32",
+        "cuDNN attention has no float32",
+        "nothing to object to in 27 runs",
+    ):
+        assert words in page.words
+
+
+def test_summary_has_exactly_the_agreed_keys(written: Path):
+    summary = json.loads((written / "summary.json").read_text())
+    assert set(summary) == {"machine", "study", "cases"}
+    assert summary["study"] == "llama2-1.36b-80gb"
+    case = summary["cases"]["tiers/tier1"]
+    assert set(case) == {"status", "world_size", "tokens_per_s_per_gpu", "mfu", "peak_memory_gib"}
+    assert set(case["mfu"]) == {"palm", "matmul", "causal", "mamfu"}
+    for values in (case["tokens_per_s_per_gpu"], *case["mfu"].values()):
+        assert set(values) == {"median", "q1", "q3"} and values["q1"] <= values["median"] <= values["q3"]
+    oom = summary["cases"]["ablations/4.4-micro-batch32"]
+    assert (oom["status"], oom["tokens_per_s_per_gpu"], oom["mfu"]["palm"]) == ("oom", None, None)
+
+
+def test_markdown_says_the_same(written: Path):
+    text = (written / "report.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (.+)$", text, flags=re.M) == ORDER
+    assert len(re.findall(r"!\[[^]]+\]\([^)]*figures/\w+\.png\)", text)) == FIGURES
+    tables = [block for block in re.split(r"\n\s*\n", text) if block.startswith("|")]
+    assert len(tables) > 10
+    for block in tables:
+        rows = block.strip().splitlines()
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+
+
+@pytest.mark.slow
+def test_a_cpu_study_reads_sensibly(cpu_study: Path, tmp_path: Path):
+    page = page_of(Path(shutil.copytree(cpu_study, tmp_path / "study")))
+    assert page.headings == ORDER
+    assert "tokens/s/process" in page.words and "tokens/s/GPU" not in page.words
+    assert "matmul measured on" in page.words
+    assert "resident set" in page.words
+    assert "This study names no expectations" in page.words
+
+
+@pytest.mark.slow
+def test_partial_shows_what_exists_what_failed_and_why(changed_study: Path):
+    for path in (changed_study / "runs").glob("*/*.json"):
+        if path.parent.name not in ("smoke", "baseline"):
+            path.unlink()
+    (changed_study / "memory" / "5.1-limit.json").unlink()
+    write_json(changed_study / "work" / "tiers" / "tier1" / "failure.json", {"reason": "rank 5: NCCL timeout <x>"})
+    page = page_of(changed_study, partial=True)
+    assert page.headings == ORDER
+    assert "rank 5: NCCL timeout <x>" in page.words
+    assert "has not been run" in page.words
+
+
+@pytest.mark.slow
+def test_partial_before_the_first_run(changed_study: Path):
+    shutil.rmtree(changed_study / "runs")
+    shutil.rmtree(changed_study / "memory")
+    page = page_of(changed_study, partial=True)
+    assert "nothing to recommend" in page.words
+    assert json.loads((changed_study / "summary.json").read_text())["cases"] == {}
+
+
+@pytest.mark.slow
+def test_an_unknown_card_costs_the_mfu_not_the_report(tmp_path: Path):
+    study = write_gpu_study(tmp_path / "study")
+    for path in (study / "runs").glob("*/*.json"):
+        if path.parent.name not in ("tiers", "training"):
+            path.unlink()
+    for name in ("tier1", "tier1-repeat1", "tier1-repeat2", "tier2", "tier2-repeat1", "tier2-repeat2", "tier3"):
+        write_run_log(study / "runs" / "tiers" / f"{name}.json", make_gpu_log(f"tiers/{name}", 1, "NVIDIA Z999"))
+    write_run_log(study / "runs" / "training" / "pretrain.json", make_gpu_log("training/pretrain", 1, "NVIDIA Z999"))
+    page = page_of(study)
+    assert "no row for the card 'NVIDIA Z999'" in page.words
+    assert "tokens/s on 8 GPUs" in page.words
+
+
+@pytest.mark.slow
+def test_a_diverged_run_is_shown_as_a_result(changed_study: Path):
+    log = make_gpu_log("training/pretrain", 1)
+    for step in log.steps[300:]:
+        step.loss, step.grad_norm = None, None
+    diverged = {"status": "diverged", "reason": "the loss of step 301 is not finite"}
+    write_run_log(changed_study / "runs" / "training" / "pretrain.json", log.model_copy(update=diverged))
+    page = page_of(changed_study)
+    assert "the loss of step 301 is not finite" in page.words
+    assert not re.search(r"\bnan\b", page.words, flags=re.I)
+
+
+def test_inline_text_is_escaped():
+    assert inline_html("a < b & `c<d>` **bold**") == ("a &lt; b &amp; <code>c&lt;d&gt;</code> <strong>bold</strong>")
+    assert markdown_cell("a|b\nc") == "a\\|b c"

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from factories import make_run_log
+
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.measures import measure
+from mfubench.analysis.scaling import scaling_points
+
+
+def test_series_of_the_example(gpu_study: Path):
+    points = Findings.of(gpu_study).scaling
+    assert [(point.series, point.world_size) for point in points] == [
+        (series, size) for series in ("2.1-plain", "2.2-compile") for size in (2, 4, 8)
+    ]
+    last = points[2]
+    assert last.efficiency == pytest.approx(53_000 / 55_000, abs=0.003)
+    assert last.interval is not None and last.interval.low < last.efficiency < last.interval.high < 1
+    assert last.tokens_per_s == pytest.approx(8 * last.tokens_per_s_per_gpu)
+    assert points[0].efficiency == 1 and points[0].interval is None and points[0].reference_world_size == 2
+
+
+def test_runs_of_other_stages_join_their_series(gpu_study: Path):
+    """Tier 1 is the setting of 2.2-compile-gpus8: the point is of all of its processes."""
+    found = Findings.of(gpu_study)
+    alone = {name: judged for name, judged in found.measures.items() if judged.log.config.stage == "scaling"}
+    rates = [point.tokens_per_s_per_gpu for point in scaling_points(alone)]
+    joined = [point.tokens_per_s_per_gpu for point in found.scaling]
+    assert joined[:3] != rates[:3] or joined[5] != rates[5]
+    assert joined[5] == pytest.approx(rates[5], rel=0.005)
+
+
+def test_one_process_without_parallelism_is_the_start_of_the_ddp_series():
+    logs = [
+        make_run_log(name="scaling/2.1-plain-gpus1", parallelism="none"),
+        make_run_log(name="scaling/2.1-plain-gpus2", world_size=2, parallelism="ddp"),
+    ]
+    points = scaling_points({log.name: measure(log, None) for log in logs})
+    assert [point.world_size for point in points] == [1, 2]
+    assert points[1].reference_world_size == 1
+
+
+def test_another_micro_batch_is_another_series():
+    logs = [
+        make_run_log(name="scaling/a-gpus1", parallelism="none"),
+        make_run_log(name="scaling/b-gpus2", world_size=2, parallelism="ddp", micro_batch_size=4),
+    ]
+    points = scaling_points({log.name: measure(log, None) for log in logs})
+    assert [(point.series, point.efficiency) for point in points] == [("a", 1.0), ("b", 1.0)]
