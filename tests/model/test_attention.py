@@ -12,7 +12,7 @@ from model.small_models import QWEN3, run_config, tokens
 from torch import Tensor
 
 from mfubench.model import attention, build_model, resolve_attention
-from mfubench.model.attention import FALLBACKS, LOADERS, Shape, attention_backends, try_backend
+from mfubench.model.attention import FALLBACKS, LOADERS, Shape, attention_backends, tracing_obstacle, try_backend
 from mfubench.model.attention_kernels import eager, fa4_attention, sdpa
 from mfubench.model.kernels import kernels_match, profile_kernels
 
@@ -156,6 +156,7 @@ def test_calls_into_the_packages(backend: str) -> None:
     *inputs, grad = Shape(2, 37, 6, 2, 16, torch.float32, torch.device("cpu")).inputs()
     expected = forward_backward(eager, inputs, grad)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert tracing_obstacle(function, Shape(1, 5, 6, 2, 16, torch.float32, torch.device("cpu"))) is None
     for candidate in (function, compiled):
         for a, b in zip(forward_backward(candidate, inputs, grad), expected, strict=True):
             torch.testing.assert_close(a, b)
@@ -241,6 +242,18 @@ def test_kernel_that_does_not_work_is_not_taken(
     chosen, choice = resolve_on_cpu("sdpa")
     assert chosen is eager and choice.used == "eager"
     assert choice.reason is not None and choice.reason.startswith("sdpa: ") and message in choice.reason
+
+
+def test_kernel_that_cannot_be_traced_is_noticed() -> None:
+    """An older build that does not tell torch the shapes of its results."""
+
+    def untraceable(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q.detach().numpy()
+        return eager(q, k, v)
+
+    shape = Shape(1, 9, 4, 2, 8, torch.float32, torch.device("cpu"))
+    assert tracing_obstacle(untraceable, shape) is not None
+    assert tracing_obstacle(sdpa, shape) is None and tracing_obstacle(eager, shape) is None
 
 
 def test_backends_for_the_doctor() -> None:

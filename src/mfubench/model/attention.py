@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mfubench.model.attention_kernels import AttentionFunction, cudnn, eager, load_fa2, load_fa3, load_fa4, sdpa
 from mfubench.run_log import Choice
@@ -143,6 +144,9 @@ def try_backend(name: str, shape: Shape) -> tuple[AttentionFunction | None, str 
         return None, f"does not run on this device ({describe(error)})"
     if not error_found <= TOLERANCES[shape.dtype]:
         return None, f"gives wrong results here (relative error {error_found:.2g})"
+    # torch's kernels and fa4's operators are traceable by construction
+    if name in ("fa2", "fa3") and (obstacle := tracing_obstacle(function, small)) is not None:
+        return torch.compiler.disable(function), f"torch.compile breaks its graph around it ({obstacle})"
     if name == "sdpa" and shape.device.type == "cuda" and shape.dtype == torch.float32:
         return function, "flash has no float32: torch's memory-efficient kernel"
     return function, None
@@ -163,6 +167,18 @@ def largest_error(function: AttentionFunction, shape: Shape) -> float:
         ),
     ]
     return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def tracing_obstacle(function: AttentionFunction, shape: Shape) -> str | None:
+    """Why torch.compile cannot trace through a kernel (a build that does not describe its operators), or None."""
+    mode = FakeTensorMode()
+    *inputs, grad = (mode.from_tensor(x.detach()) for x in shape.inputs())
+    try:
+        with mode:
+            torch.autograd.grad(function(*(x.requires_grad_() for x in inputs)), inputs, grad)
+    except Exception as error:
+        return describe(error)
+    return None
 
 
 def choose_fastest(shape: Shape) -> tuple[AttentionFunction, Choice]:
