@@ -44,6 +44,7 @@ class SourceFile:
     name: str
     size: int  # bytes, as stored
     path: Path | None  # None: not here yet
+    commit: str | None = None  # of a hub's
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def list_files(corpus: CorpusConfig) -> list[SourceFile]:
             paths = local_paths(corpus)
             return [SourceFile(str(path), path.stat().st_size, path) for path in paths]
         case HubCorpus():
-            return [SourceFile(file.name, file.size, file.path) for file in hub_dataset.list_files(corpus)]
+            return [SourceFile(f.name, f.size, f.path, f.commit) for f in hub_dataset.list_files(corpus)]
     raise TypeError(type(corpus).__name__)
 
 
@@ -125,9 +126,10 @@ def file_format(path: Path) -> tuple[Format, bool]:
 
 def fetch(corpus: CorpusConfig, file: SourceFile, local_dir: Path | None = None) -> Path:
     """A file of a corpus on this machine, downloaded (into the hub's cache or `local_dir`) if it has to be."""
-    if file.path is not None or not isinstance(corpus, HubCorpus):
-        return Path(file.path or file.name)
-    return hub_dataset.fetch(corpus, file.name, local_dir)
+    if file.path is not None:
+        return file.path
+    assert isinstance(corpus, HubCorpus) and file.commit is not None
+    return hub_dataset.fetch(corpus, file.name, file.commit, local_dir)
 
 
 def describe(corpus: CorpusConfig, files: list[SourceFile]) -> dict[str, Any]:
@@ -143,7 +145,8 @@ def describe(corpus: CorpusConfig, files: list[SourceFile]) -> dict[str, Any]:
         digest = hashlib.sha256(b"".join(path.read_bytes() for path in standard_library()))
         facts |= {"python": platform.python_version(), "text_sha256": digest.hexdigest(), "licence": "PSF-2.0"}
     if isinstance(corpus, HubCorpus):
-        facts |= {"dataset": corpus.dataset, "revision": corpus.revision, "split": corpus.split}
+        commit = files[0].commit if files else None
+        facts |= {"dataset": corpus.dataset, "revision": corpus.revision, "commit": commit, "split": corpus.split}
     return facts
 
 

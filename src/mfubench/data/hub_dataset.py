@@ -16,6 +16,7 @@ from mfubench.data.config import HubCorpus
 class HubFile:
     name: str  # path within the repository
     size: int
+    commit: str
     path: Path | None  # None: to be downloaded
 
 
@@ -26,67 +27,74 @@ def list_files(corpus: HubCorpus) -> list[HubFile]:
     return _list_cached(corpus)
 
 
-def fetch(corpus: HubCorpus, name: str, local_dir: Path | None) -> Path:
+def fetch(corpus: HubCorpus, name: str, commit: str, local_dir: Path | None) -> Path:
     """Download one file into the hub's cache, or into `local_dir`."""
-    return hub.download(corpus.dataset, name, corpus.revision, "dataset", local_dir)
+    return hub.download(corpus.dataset, name, commit, "dataset", local_dir)
 
 
 def _list_online(corpus: HubCorpus) -> list[HubFile]:
     import huggingface_hub
     from huggingface_hub import errors
 
-    where = f"{corpus.dataset}@{corpus.revision}"
+    addresses = [re.fullmatch(r"hf://datasets/.+?@([^/]+)/(.+)", url) for url in _data_files(corpus.dataset, corpus)]
+    commits = {address[1] for address in addresses if address}
+    names = [address[2] for address in addresses if address]
+    if len(commits) != 1 or len(names) != len(addresses):
+        raise ConfigError(f"{_where(corpus)}: split {corpus.split!r} has files outside the repository; download them")
+    (commit,) = commits
+    api = huggingface_hub.HfApi(endpoint=hub.endpoint())
     try:
-        urls = _data_files(corpus.dataset, corpus)
-        # hf://datasets/owner/name@commit/path
-        names = [re.sub(r"^hf://datasets/[^/]+/[^/]+?@[^/]+/", "", url) for url in urls]
-        api = huggingface_hub.HfApi(endpoint=hub.endpoint())
-        infos = api.get_paths_info(corpus.dataset, names, repo_type="dataset", revision=corpus.revision)
-    except errors.GatedRepoError:
-        raise ConfigError(hub.gated_message(where, corpus.dataset, "dataset")) from None
+        infos = api.get_paths_info(corpus.dataset, names, repo_type="dataset", revision=commit)
     except (errors.HfHubHTTPError, OSError) as error:
-        raise ConfigError(f"{where}: its files cannot be listed ({error})") from None
+        raise ConfigError(f"{_where(corpus)}: its files cannot be listed ({error})") from None
     sizes = {info.path: info.size for info in infos if isinstance(info, huggingface_hub.hf_api.RepoFile)}
-    return [HubFile(name, sizes[name], None) for name in names]
+    return [HubFile(name, sizes[name], commit, None) for name in names]
 
 
 def _list_cached(corpus: HubCorpus) -> list[HubFile]:
     import huggingface_hub
     from huggingface_hub import errors
 
-    where = f"{corpus.dataset}@{corpus.revision}"
     try:
-        folder = huggingface_hub.snapshot_download(
+        snapshot = huggingface_hub.snapshot_download(
             corpus.dataset, repo_type="dataset", revision=corpus.revision, local_files_only=True
         )
     except (errors.LocalEntryNotFoundError, FileNotFoundError):
-        raise ConfigError(hub.unreachable_message(where)) from None
-    paths = [Path(name) for name in _data_files(folder, corpus)]
+        raise ConfigError(hub.unreachable_message(_where(corpus))) from None
+    folder = Path(snapshot)
+    paths = [Path(name) for name in _data_files(snapshot, corpus)]
     for path in paths:
         numbered = re.search(r"-\d{5}-of-(\d{5})\.", path.name)
         if numbered and len(paths) != int(numbered[1]):
             raise ConfigError(
-                f"{where}: the cache holds {len(paths)} of {int(numbered[1])} files of split {corpus.split!r}, and the "
-                "hub is not in reach to fetch the others"
+                f"{_where(corpus)}: the cache holds {len(paths)} of {int(numbered[1])} files of split "
+                f"{corpus.split!r}, and the hub is not in reach to fetch the others"
             )
-    return [HubFile(str(path.relative_to(folder)), path.stat().st_size, path) for path in paths]
+    return [HubFile(path.relative_to(folder).as_posix(), path.stat().st_size, folder.name, path) for path in paths]
 
 
 def _data_files(repository: str, corpus: HubCorpus) -> list[str]:
     """Addresses of the split's files; repository: an id, or a folder that holds a copy."""
     import datasets
 
-    revision = None if Path(repository).is_dir() else corpus.revision
-    where = f"{corpus.dataset}@{corpus.revision}"
+    revision = None if Path(repository).is_absolute() else corpus.revision
     try:
         builder: Any = datasets.load_dataset_builder(repository, name=corpus.config_name, revision=revision)
-    except (ValueError, FileNotFoundError, RuntimeError) as error:
+    except datasets.exceptions.DatasetNotFoundError as error:
+        if "gated" in str(error):
+            raise ConfigError(hub.gated_message(_where(corpus), corpus.dataset, "dataset")) from None
         raise ConfigError(
-            f"{where}: cannot be understood as a dataset ({error}); set config_name, or download it"
+            f"{_where(corpus)}: no such dataset on {hub.endpoint()}, or it is private: check name and revision; for a "
+            "private one log in with `hf auth login` or set HF_TOKEN"
         ) from None
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ConfigError(f"{_where(corpus)}: cannot be read as a dataset ({error}); set config_name?") from None
     files = builder.config.data_files or {}
     if corpus.split not in files:
-        raise ConfigError(
-            f"{where}: has no split {corpus.split!r} (found: {', '.join(map(str, files)) or 'none'}); set split"
-        )
+        found = ", ".join(map(str, files)) or "none"
+        raise ConfigError(f"{_where(corpus)}: has no split {corpus.split!r} (found: {found}); set split")
     return sorted(map(str, files[corpus.split]))
+
+
+def _where(corpus: HubCorpus) -> str:
+    return f"{corpus.dataset}@{corpus.revision}"
