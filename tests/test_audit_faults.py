@@ -203,8 +203,7 @@ def cached_graph_of_another_kernel() -> RunLog:
 
 
 def flash_2_called_flash_3() -> RunLog:
-    """No name of a kernel tells FA2 from FA3, but a fallback without its reason does."""
-    log = make_run_log(attention="sdpa")
+    log = make_run_log(attention="fa2")
     return log.model_copy(
         update={
             "config": log.config.model_copy(update={"attention": "fa3"}),
@@ -268,6 +267,10 @@ def gradient_norm_always_absent() -> RunLog:
     return change_steps(make_run_log(), grad_norm=lambda step: None)
 
 
+def gradients_of_one_replayed_graph() -> RunLog:
+    return change_steps(make_run_log(cuda_graphs=True), grad_norm=lambda step: 1.375)
+
+
 def loss_lost_and_called_ok() -> RunLog:
     return change_steps(make_run_log(), loss=lambda step: None if step.step > 20 else step.loss)
 
@@ -328,6 +331,7 @@ FAULTS: list[tuple[Plant, set[str]]] = [
     (learning_rate_frozen_by_a_graph, {"schedule_frozen"}),
     (gradients_read_after_clearing, {"gradients_absent"}),
     (gradient_norm_always_absent, {"gradients_absent"}),
+    (gradients_of_one_replayed_graph, {"gradients_absent"}),
     (loss_lost_and_called_ok, {"loss_not_finite"}),
     (loss_written_as_nan, {"loss_not_finite"}),
     (large_ids_written_as_uint16, {"token_ids_do_not_fit"}),

@@ -16,7 +16,7 @@ from mfubench.audit.readers import read_sources
 from mfubench.audit.report import AuditReport
 from mfubench.audit.reported import ReportedRun, parse_figures
 from mfubench.audit.run import audit_run, judge_run
-from mfubench.audit.study import audit_study, group_of, weak_scaling
+from mfubench.audit.study import audit_study, group_of, is_compared, weak_scaling
 from mfubench.ceilings import Ceilings
 from mfubench.run_log import RunLog
 
@@ -67,7 +67,7 @@ def judge_logs(logs: Sequence[tuple[RunLog, str]], ceilings: Ceilings | None) ->
     together = audit_study([log for log, _ in logs])
     for (log, _), verdict in zip(logs, verdicts, strict=True):
         verdict.findings += together.get(log.name, [])
-        verdict.group = group_of(log) if log.status == "ok" and log.config.stage != "smoke" else None
+        verdict.group = group_of(log) if is_compared(log) else None
     return verdicts
 
 

@@ -7,23 +7,9 @@ from collections import Counter
 
 from mfubench.audit.findings import Finding
 from mfubench.audit.run_numbers import own_steps
+from mfubench.kernel_families import families_of
 from mfubench.run_log import RunLog
 
-# Words in the names of kernels, by the family they belong to, and the families that each setting may show.
-KERNEL_WORDS = {
-    "cudnn": ("cudnn",),
-    "torch_flash": ("pytorch_flash",),
-    "efficient": ("fmha", "efficient_attention", "efficientattention"),
-    "package_flash": ("flash::flash_", "flashattn", "flashattention", "flash_attn"),
-}
-SHOWN_BY = {
-    "cudnn": {"cudnn"},
-    "sdpa": {"torch_flash", "efficient"},
-    "fa2": {"package_flash"},
-    "fa3": {"package_flash"},
-    "fa4": {"package_flash"},
-    "eager": set[str](),
-}
 NO_FLOAT32 = ("fa2", "fa3", "fa4", "cudnn")
 RANK_SPREAD = 1.15  # slowest rank's measured time over rank 0's: all wait for each other in each step
 UINT16_IDS = 2**16
@@ -58,25 +44,17 @@ def check_what_ran(log: RunLog) -> list[Finding]:
 
 def check_kernels(log: RunLog) -> list[Finding]:
     """The attention kernels of the profiled step against the attention that is said to have run."""
-    if log.kernels is None or not log.kernels.attention or log.environment.device != "cuda":
+    if log.kernels is None or log.environment.device != "cuda":
         return []
     used = log.used["attention"].used
-    families = {family for name in log.kernels.attention if (family := kernel_family(name)) is not None}
-    if not families and used != "eager":
-        return []  # names that nobody knows prove nothing
-    if families & SHOWN_BY.get(used, families) or (used == "eager" and not families):
+    shown = families_of(log.kernels.attention)
+    if not shown or shown == [used]:  # names that nobody knows prove nothing, and plain attention has none
         return []
-    shown = ", ".join(sorted(families))
     sentence = (
-        f"attention {used} is said to have run, but the profiled step shows {shown} kernels "
+        f"attention {used} is said to have run, but the profiled step shows kernels of {' and '.join(shown)} "
         f"({log.kernels.attention[0][:60]} …): a cached graph of another setting, or an ignored flag"
     )
-    return [Finding("not_what_ran", sentence, 0.93, shown)]
-
-
-def kernel_family(kernel: str) -> str | None:
-    name = kernel.lower()
-    return next((family for family, words in KERNEL_WORDS.items() if any(word in name for word in words)), None)
+    return [Finding("not_what_ran", sentence, 0.93, " and ".join(shown))]
 
 
 def check_ranks(log: RunLog) -> list[Finding]:
@@ -161,6 +139,11 @@ def check_learning(log: RunLog) -> list[Finding]:
     if len(norms) >= 3 and not any(norms):
         sentence = "the gradient norm is zero or absent in every step: it was taken after the gradients were cleared"
         findings.append(Finding("gradients_absent", sentence, 0.93))
+    if len(norms) >= 5 and norms[0] and len(set(norms)) == 1:
+        sentence = (
+            f"the gradient norm is exactly {norms[0]:.6g} in every step: the same gradients were used again and again"
+        )
+        findings.append(Finding("gradients_absent", sentence, 0.9))
     interval = log.config.measurement.gradient_interval
     values = [
         value for record in log.gradient_statistics for layer in record.layers.values() for value in layer.values()

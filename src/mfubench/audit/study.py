@@ -26,9 +26,8 @@ def audit_study(logs: Sequence[RunLog]) -> dict[str, list[Finding]]:
     of one stage and model read other data, or ran on another machine.
     """
     findings: dict[str, list[Finding]] = {}
-    finished = [log for log in logs if log.status == "ok" and log.config.stage not in STAGES_WITHOUT_ARMS]
     by_stage: dict[str, dict[str, RunLog]] = {}
-    for log in finished:
+    for log in filter(is_compared, logs):
         by_stage.setdefault(log.config.stage, {}).setdefault(REPEAT.sub("", log.name), log)
     for cases in by_stage.values():
         for a, b in combinations(cases.values(), 2):
@@ -38,6 +37,11 @@ def audit_study(logs: Sequence[RunLog]) -> dict[str, list[Finding]]:
                     if finding.code not in {other.code for other in known}:
                         known.append(finding)
     return findings
+
+
+def is_compared(log: RunLog) -> bool:
+    """Whether a run is held against others: it ran to its end, in a stage that compares."""
+    return log.status == "ok" and log.config.stage not in STAGES_WITHOUT_ARMS
 
 
 def differing_settings(a: RunConfig, b: RunConfig) -> set[str]:

@@ -9,18 +9,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from mfubench.kernel_families import CUDA_FAMILIES, families_of
 from mfubench.run_log import Kernels
 
-# The kernels of each attention backend on CUDA, by their names. Sources: flash-attention's namespaces (its own build
-# is flash::, torch's copy pytorch_flash::), the class names of FlashAttention-3 (C++) and -4 (CuTe), the engine names
-# of cuDNN's SDPA, torch's memory-efficient kernels (sdpa in float32).
-CUDA_FAMILIES = {
-    "fa4": r"flash_?attn_?cute|FlashAttention(Forward|Backward)Sm\d+",
-    "fa3": r"FlashAttn(Fwd|Bwd)Sm\d+",
-    "fa2": r"(?<!\w)flash::flash_(fwd|bwd)",
-    "cudnn": r"cudnn\w*sdpa",
-    "sdpa": r"pytorch_flash::|fmha_cutlass",
-}
 CPU_FAMILIES = {"sdpa": r"scaled_dot_product"}
 
 # Inductor names its fused elementwise kernels after operators they stand next to, attention and matmuls included;
@@ -65,9 +56,7 @@ def kernels_match(used: str, kernels: Kernels, device: torch.device | str) -> st
     families = CUDA_FAMILIES if cuda else CPU_FAMILIES
     if not kernels.attention and not kernels.matmul:
         return "the profiler saw no kernels, so nothing proves which attention ran"
-    ran = [
-        name for name, pattern in families.items() if any(re.search(pattern, kernel) for kernel in kernels.attention)
-    ]
+    ran = families_of(kernels.attention, families)
     if ran == ([] if used == "eager" else [used]):
         return None
     seen = ", ".join(kernels.attention[:3]) or "no attention kernel"
