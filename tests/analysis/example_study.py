@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from factories import make_model, make_run_config, make_run_log, make_wall
+from factories import ATTENTION_KERNELS, MATMUL_KERNELS, make_model, make_run_config, make_run_log, make_wall
 
 from mfubench.ceilings.schema import Ceilings, MatmulRate
-from mfubench.run_log import Choice, Evaluation, RankMemory, RunLog, Step, write_json, write_run_log
+from mfubench.run_log import Choice, Evaluation, Kernels, RankMemory, RunLog, Step, write_json, write_run_log
 
 # case -> (world size, median tokens/s/GPU, reserved GiB, fields of RunConfig)
 GPU_CASES: dict[str, tuple[int, float, float, dict[str, Any]]] = {
@@ -99,6 +99,7 @@ def make_gpu_log(name: str, seed: int, gpu_name: str = "NVIDIA H100 80GB HBM3", 
     used = dict(log.used)
     if name == "ablations/4.2-float32":
         used["attention"] = Choice(requested="cudnn", used="sdpa", reason="cuDNN attention has no float32")
+        log.kernels = Kernels(attention=ATTENTION_KERNELS["sdpa"], matmul=MATMUL_KERNELS["float32"], other_count=61)
     evaluations = log.evaluations
     if name == "training/pretrain":
         losses = {at: (steps[at - 1].loss or 0) + 0.08 for at in range(100, 601, 100)}

@@ -86,6 +86,13 @@ def test_failure_of_a_search_trial_counts_for_the_search(changed_study: Path):
     assert load_study(changed_study, partial=True).failures["memory/5.1-limit"].reason == "disk full"
 
 
+def test_partial_without_a_declaration(changed_study: Path):
+    """A workflow that stopped early may not have written study.json yet."""
+    (changed_study / "study.json").unlink()
+    study = load_study(changed_study, partial=True)
+    assert study.name == "study" and "tiers/tier1" in study.runs and study.missing() == []
+
+
 def test_base_name():
     assert base_name("tiers/tier1-repeat12") == "tiers/tier1"
     assert base_name("tiers/tier1") == "tiers/tier1"

@@ -104,18 +104,21 @@ def base_name(name: str) -> str:
 def load_study(folder: Path | str, partial: bool = False) -> Study:
     """Read what exists under results/<study>.
 
-    partial: read the records of failed jobs too, and accept a study without a single run.
+    partial: read the records of failed jobs too, and accept a study that was stopped before its first run or before
+    study.json was written (what was declared and never ran is then unknown).
     Raises ConfigError where the folder is none of a study's, a file is damaged, or runs are of two machines.
     """
     folder = Path(folder)
-    if not (folder / "study.json").exists():
+    declaration = folder / "study.json"
+    interrupted = partial and ((folder / "runs").is_dir() or (folder / "work").is_dir())
+    if not declaration.exists() and not interrupted:
         raise ConfigError(f"{folder}: holds no study.json; give the results folder of a study, results/<study>")
     runs = dict(in_stage_order(read_runs(folder / "runs")))
     limits = dict(in_stage_order(read_limits(folder / "memory")))
     failures = dict(in_stage_order(read_failures(folder / "work"))) if partial else {}
     study = Study(
         folder=folder,
-        declared=read_as(StudyFile, folder / "study.json"),
+        declared=read_as(StudyFile, declaration) if declaration.exists() else StudyFile(study=folder.name),
         machine=read_json(folder / "machine.json"),
         ceilings=read_ceilings(folder / "ceilings.json") if (folder / "ceilings.json").exists() else None,
         runs=runs,
