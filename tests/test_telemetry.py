@@ -209,6 +209,14 @@ def test_cards_are_named_as_cuda_names_them(monkeypatch: pytest.MonkeyPatch) -> 
     assert [physical_card(0), physical_card(1)] == ["GPU-abc", "MIG-def"]
 
 
+def test_all_ranks_of_a_node_are_sampled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert Sampler(tmp_path, []).request["pid"] == os.getpid()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert Sampler(tmp_path, []).request["pid"] == os.getppid()
+
+
 class FakeNvml:
     """As much of pynvml as the other-process check asks for."""
 

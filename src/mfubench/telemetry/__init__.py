@@ -38,7 +38,7 @@ class Sampler:
             "output": str(self.path),
             "cards": [physical_card(index) for index in gpu_indices],
             "interval_s": interval_s,
-            "pid": os.getpid(),
+            "pid": root_of_run(),
         }
         self.process: subprocess.Popen[str] | None = None
 
@@ -90,6 +90,12 @@ class Sampler:
             return {"samples": 0, "problem": "the sampling process did not start"}
         header, samples = read_samples(self.path)
         return summarize_samples(header, samples, step_intervals)
+
+
+def root_of_run() -> int:
+    """The process whose descendants are the run: of several ranks on a node their launcher, else this one."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+    return os.getppid() if ranks > 1 else os.getpid()
 
 
 def physical_card(index: int) -> int | str:
