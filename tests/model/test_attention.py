@@ -269,6 +269,54 @@ def test_choosing_leaves_the_random_state_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+TIMES_S = {"cudnn": 1.01, "fa3": 0.99, "fa4": 1.5, "fa2": 2.0, "sdpa": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("works", "used"),
+    [
+        (("cudnn", "fa3", "fa4", "fa2", "sdpa"), "cudnn"),  # within 3 % of the fastest, and first in order
+        (("fa3", "fa4", "fa2", "sdpa"), "fa3"),
+        (("fa4", "fa2", "sdpa"), "fa4"),
+        (("sdpa",), "sdpa"),
+        ((), "eager"),
+    ],
+)
+def test_auto_takes_the_fastest_that_works(works: tuple[str, ...], used: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With times in place of a card."""
+
+    def pretend(name: str, shape: Shape) -> tuple[attention.AttentionFunction | None, str | None]:
+        return (sdpa, None) if name in works else (None, f"is missing ({name}!)")
+
+    monkeypatch.setattr(attention, "try_backend", pretend)
+    monkeypatch.setattr(attention, "measure", lambda functions, *_, **__: {name: TIMES_S[name] for name in functions})
+    shape = Shape(4, 2048, 8, 8, 128, torch.bfloat16, torch.device("cuda"))
+    _, choice = attention.choose_fastest(shape)
+    assert (choice.requested, choice.used) == ("auto", used)
+    for name in attention.AUTO_ORDER:
+        expected = f"{name} {TIMES_S[name] * 1e3:.3f} ms" if name in works else f"is missing ({name}!)"
+        assert expected in str(choice.reason)
+
+
+def test_auto_leaves_out_what_fails_at_the_real_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(functions: dict[str, Any], *_: Any, **options: Any) -> dict[str, float]:
+        if "fa3" in functions:
+            raise RuntimeError("CUDA out of memory\nsecond line")
+        return {name: TIMES_S[name] for name in functions}
+
+    monkeypatch.setattr(attention, "try_backend", lambda name, shape: (sdpa, None))
+    monkeypatch.setattr(attention, "measure", measure)
+    shape = Shape(4, 2048, 8, 8, 128, torch.bfloat16, torch.device("cuda"))
+    _, choice = attention.choose_fastest(shape)
+    assert choice.used == "cudnn" and "fa3 does not run at B4 T2048 H8/8 D128 bfloat16" in str(choice.reason)
+
+
+def test_flops_of_a_shape_are_causal() -> None:
+    """Forward and backward are 3.5 times the forward: 4 * B * H * T^2 * D / 2."""
+    shape = Shape(8, 2048, 18, 18, 128, torch.bfloat16, torch.device("cpu"))
+    assert shape.flops == 3.5 * 4 * 8 * 18 * 2048**2 * 128 / 2
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_auto_measures_on_cuda() -> None:

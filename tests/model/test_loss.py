@@ -108,7 +108,7 @@ def test_chunked_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None
     hidden, weight, labels = inputs(torch.float32)
     monkeypatch.setattr(losses, "CHUNK_BYTES", 5 * V * 4)
     with Watch():  # the body of the operator, which hides its inside from such a watch
-        chunked_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 9, True, "")
+        chunked_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 5, True, "")
     assert largest == weight.numel() == V * HIDDEN and 2 * largest < N * V
     with Watch():
         loss_and_gradients(chunked_loss, hidden, weight, labels)
@@ -148,8 +148,23 @@ def test_compiled_equals_eager(form: str, backend: str) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_whole_model_with_chunked_loss_is_one_graph() -> None:
-    function, _ = resolve_loss("chunked", device="cpu", vocab_size=96, compile_backend="aot_eager")
+@pytest.mark.parametrize(
+    ("tokens_", "vocab", "expected"),
+    [
+        (8192, 151_936, [2816, 2816, 2560]),
+        (16_384, 128_256, [4096] * 4),
+        (16_384, 32_000, [16_384]),
+        (40, 32_000, [40]),
+    ],
+)
+def test_chunks_are_even_and_whole_tiles(tokens_: int, vocab: int, expected: list[int]) -> None:
+    size = losses.chunk_size(tokens_, 2 * vocab)
+    assert [min(size, tokens_ - start) for start in range(0, tokens_, size)] == expected
+
+
+@pytest.mark.parametrize("form", ["full", "chunked"])
+def test_whole_model_with_its_loss_is_one_graph(form: str) -> None:
+    function, _ = resolve_loss(form, device="cpu", vocab_size=96, compile_backend="aot_eager")
     decoder = build_model(run_config(LLAMA), device="cpu", loss=function)
     batch = tokens(2, 17)
     expected = decoder(batch[:, :-1], batch[:, 1:])

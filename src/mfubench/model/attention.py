@@ -188,8 +188,12 @@ def choose_fastest(shape: Shape) -> tuple[AttentionFunction, Choice]:
     for name in AUTO_ORDER:
         function, reason = try_backend(name, shape)
         if function is not None:
-            functions[name] = function
-        else:
+            try:
+                measure({name: function}, shape, rounds=0, calls=1)  # the real shape may be too much for it
+                functions[name] = function
+            except Exception as error:
+                reason = f"does not run at {shape} ({describe(error)})"
+        if name not in functions:
             missing.append(f"{name} {reason}")
     times_s = agree(measure(functions, shape), shape.device)
     if not times_s:
@@ -207,7 +211,10 @@ def choose_fastest(shape: Shape) -> tuple[AttentionFunction, Choice]:
 
 
 def measure(functions: dict[str, AttentionFunction], shape: Shape, rounds: int = 3, calls: int = 5) -> dict[str, float]:
-    """Median seconds of a forward and backward pass of each function; rounds of them alternate, so drift hits all."""
+    """Median seconds of a forward and backward pass of each function.
+
+    Rounds of them alternate, so that drift hits all alike; the first round warms up and does not count.
+    """
     *inputs, grad = shape.inputs()
     times_s: dict[str, list[float]] = {name: [] for name in functions}
     for name in list(functions) * (rounds + 1):
@@ -218,7 +225,7 @@ def measure(functions: dict[str, AttentionFunction], shape: Shape, rounds: int =
         end.record()
         torch.cuda.synchronize(shape.device)
         times_s[name].append(start.elapsed_time(end) / 1e3 / calls)
-    return {name: statistics.median(times[1:]) for name, times in times_s.items()}  # the first round warms up
+    return {name: statistics.median(times[1:] or times) for name, times in times_s.items()}
 
 
 def agree(times_s: dict[str, float], device: torch.device) -> dict[str, float]:

@@ -165,8 +165,9 @@ class Decoder(nn.Module):
                 continue
             digest = hashlib.sha256(f"{torch.initial_seed()} {name}".encode()).digest()
             generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            value = torch.randn(parameter.shape, generator=generator, device=device) * self.config.initializer_range
-            yield name, value * residual_scale if name.endswith(("output.weight", "down.weight")) else value
+            scale = residual_scale if name.endswith(("output.weight", "down.weight")) else 1.0
+            value = torch.randn(parameter.shape, generator=generator, device=device)
+            yield name, value.mul_(self.config.initializer_range * scale)
 
     @torch.no_grad()
     def initialize(self) -> None:

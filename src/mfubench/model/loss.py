@@ -32,6 +32,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 LARGE_VOCABULARY = 65_536
 # Logits held at once by `chunked`, in bytes: large, since every chunk adds a pass over the weight's float32 gradient.
 CHUNK_BYTES = 2**30
+TILE = 128  # rows that a tensor-core matmul computes at once
 # Rows of the head's weight are padded to a multiple of this on CUDA where the vocabulary is not one of 8 (GPT-2's
 # 50,257): tensor cores want rows of whole 16-byte pieces, and logits of odd width run several times slower.
 ROW_MULTIPLE = 64
@@ -53,26 +54,31 @@ def aligned(weight: Tensor) -> Tensor:
 def chunked_loss(hidden: Tensor, weight: Tensor, labels: Tensor, compile_backend: str = "") -> Tensor:
     """Chunks of tokens one after the other; equal to `full_loss` but for the order of float32 additions."""
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    chunk_bytes = hidden.element_size() * weight.shape[0]
-    chunks = max(1, math.ceil(hidden.shape[0] * chunk_bytes / CHUNK_BYTES))
-    return chunked_cross_entropy(hidden, weight, labels, chunks, gradients, compile_backend)[0]
+    size = chunk_size(hidden.shape[0], hidden.element_size() * weight.shape[0])
+    return chunked_cross_entropy(hidden, weight, labels, size, gradients, compile_backend)[0]
+
+
+def chunk_size(tokens: int, bytes_a_token: int) -> int:
+    """Tokens of a chunk: equal parts of at most CHUNK_BYTES of logits, large ones in whole tiles of a matmul."""
+    chunks = max(1, math.ceil(tokens * bytes_a_token / CHUNK_BYTES))
+    size = math.ceil(tokens / chunks)
+    return size if size < TILE else math.ceil(size / TILE) * TILE
 
 
 @torch.library.custom_op("mfubench::chunked_cross_entropy", mutates_args=())
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, gradients: bool, compile_backend: str
+    hidden: Tensor, weight: Tensor, labels: Tensor, size: int, gradients: bool, compile_backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean loss, its gradient of hidden, its gradient of weight); the gradients are empty unless asked for.
+    """(mean loss, its gradient of hidden, its gradient of weight), computed `size` tokens at a time.
 
-    An operator of its own: torch.compile takes it as it is, in one graph with the rest of the model. Where a
-    `compile_backend` is given, the elementwise part inside is compiled apart.
+    The gradients are empty unless asked for. An operator of its own: torch.compile takes it as it is, in one graph with
+    the rest of the model. Where a `compile_backend` is given, the elementwise part inside is compiled apart.
     """
     softmax_step = compiled_softmax_step(compile_backend) if compile_backend else cross_entropy_step
     padded = aligned(weight)  # [V', hidden]
     total = hidden.new_zeros((), dtype=torch.float32)
     grad_hidden = hidden.new_empty(hidden.shape if gradients else (0,))
     grad_weight = weight.new_zeros(padded.shape if gradients else (0,), dtype=torch.float32)
-    size = math.ceil(hidden.shape[0] / chunks)
     for start in range(0, hidden.shape[0], size):
         rows = slice(start, start + size)
         logits = F.linear(hidden[rows], padded)  # [rows, V']
@@ -123,7 +129,7 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @chunked_cross_entropy.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunks: int, gradients: bool, compile_backend: str
+    hidden: Tensor, weight: Tensor, labels: Tensor, size: int, gradients: bool, compile_backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         hidden.new_empty((), dtype=torch.float32),
