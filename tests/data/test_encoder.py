@@ -93,6 +93,13 @@ def test_the_fast_road_is_given_up_when_one_id_differs(small_tokenizer: Path) ->
     assert "no tiktoken: its ids differ" in reason
 
 
+def test_a_million_blanks_are_encoded_too(small_tokenizer: Path) -> None:
+    documents = ["the end" + " " * 1_200_000 + "of it", "and"]
+    found = load_encoder(small_tokenizer).encode_batch(documents)
+    expected = tokenizers_encoder(json.loads((small_tokenizer / "tokenizer.json").read_text()))(documents)
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_nfc_is_that_of_tokenizers() -> None:
     normalize = encoders._normalizer({"type": "NFC"})
     reference = normalizers.NFC().normalize_str

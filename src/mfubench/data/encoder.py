@@ -119,11 +119,16 @@ def tiktoken_encoder(spec: dict[str, Any]) -> EncodeBatch:
         "", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|end|>": max(ranks.values()) + 1}
     )
 
-    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        # disallowed_special=(): what spells a special token is text
-        return [encoding.encode_to_numpy(normalize(text), disallowed_special=()) for text in texts]
+    reference = functools.cache(functools.partial(tokenizers_encoder, spec))
 
-    return encode_batch
+    def encode(text: str) -> np.ndarray:
+        try:
+            # disallowed_special=(): what spells a special token is text
+            return encoding.encode_to_numpy(normalize(text), disallowed_special=())
+        except ValueError:  # its regular expressions give up on a run of a million blanks
+            return reference()([text])[0]
+
+    return lambda texts: [encode(text) for text in texts]
 
 
 def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
