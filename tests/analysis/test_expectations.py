@@ -8,7 +8,7 @@ from factories import make_run_log
 
 from mfubench.analysis.contradictions import contradictions, implied_mfu
 from mfubench.analysis.expectations import load_expectations
-from mfubench.analysis.expected import compare_expectations
+from mfubench.analysis.expected import compare_expectations, expected_change, judge_effect_size
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import measure
 from mfubench.config import ConfigError
@@ -162,3 +162,15 @@ def test_an_unknown_machine_or_file(tmp_path: Path):
         load_expectations("mine", tmp_path)
     with pytest.raises(ConfigError, match=r"no .*other\.yaml; there are: mine"):
         load_expectations("other", tmp_path)
+
+
+def test_effects_against_the_testing_guide(found: Findings):
+    verdicts = {}
+    for effect in found.effects:
+        change = expected_change(effect, found.expectations)
+        verdicts[effect.name] = (change, judge_effect_size(effect, change)) if change else None
+    assert verdicts["torch.compile"] == ((0.20, 0.20), "above")  # +25.7 %
+    assert verdicts["CUDA graphs"] == ((0.05, 0.15), "below")  # +3.5 %
+    # "20 to 30 % slower without" is 25 to 43 % faster with
+    assert verdicts["cuDNN attention"] == (pytest.approx((0.25, 1 / 0.7 - 1)), "below")
+    assert verdicts["micro-batch 24 instead of 8"] is None

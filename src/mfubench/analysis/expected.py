@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mfubench.analysis.contradictions import widened
-from mfubench.analysis.effects import why_missing
+from mfubench.analysis.contradictions import EFFECT_TOLERANCE, widened
+from mfubench.analysis.effects import Effect, why_missing
 from mfubench.analysis.expectations import QUANTITIES, Expectation, Expectations, ExpectedMachine, Quantity
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.study import Study
@@ -120,3 +120,29 @@ def is_same_machine(judged: Measures, machine: ExpectedMachine) -> bool:
         return {find_gpu(gpu.name).key for gpu in gpus} == {find_gpu(machine.card).key}
     except ConfigError:
         return False
+
+
+def expected_change(effect: Effect, expectations: Expectations | None) -> tuple[float, float] | None:
+    """What the testing guide says of the same two cases, in either direction."""
+    if expectations is None:
+        return None
+    for item in expectations.effects:
+        if item.rank != "primary" or item.of == "memory":
+            continue
+        if (item.arm, item.control) == (effect.arm, effect.control):
+            return item.change
+        if (item.arm, item.control) == (effect.control, effect.arm):
+            return (1 / (1 + item.change[1]) - 1, 1 / (1 + item.change[0]) - 1)
+    return None
+
+
+def judge_effect_size(effect: Effect, expected: tuple[float, float]) -> Verdict:
+    """Whether the interval of a measured effect meets the expected range (a single figure: 3 points to either side)."""
+    if effect.difference is None:
+        return "not measured"
+    low, high = expected
+    if low == high:
+        low, high = low - EFFECT_TOLERANCE, high + EFFECT_TOLERANCE
+    if effect.difference.interval.high < low:
+        return "below"
+    return "above" if effect.difference.interval.low > high else "as expected"

@@ -12,6 +12,7 @@ from matplotlib.ticker import PercentFormatter
 
 from mfubench.analysis.effects import Effect
 from mfubench.analysis.expectations import Expectations
+from mfubench.analysis.expected import expected_change
 from mfubench.analysis.figures.style import (
     Theme,
     empty_figure,
@@ -97,20 +98,6 @@ def value_label(effect: Effect) -> str:
     change = format_signed_percent(effect.difference.change)
     verdict = "no difference" if effect.verdict == "no difference" else change
     return f"{verdict}\n({format_interval(effect.difference.interval)})"
-
-
-def expected_change(effect: Effect, expectations: Expectations | None) -> tuple[float, float] | None:
-    """What the testing guide says of the same two cases, in either direction."""
-    if expectations is None:
-        return None
-    for item in expectations.effects:
-        if item.rank != "primary" or item.of == "memory":
-            continue
-        if (item.arm, item.control) == (effect.arm, effect.control):
-            return item.change
-        if (item.arm, item.control) == (effect.control, effect.arm):
-            return (1 / (1 + item.change[1]) - 1, 1 / (1 + item.change[0]) - 1)
-    return None
 
 
 def no_difference_band(spread: ProcessSpread) -> float:

@@ -47,7 +47,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
         draw_ladder(axes, found, stage, rungs, theme)
     low, high = panels[0].get_ylim()  # shared by all panels
     room = max(high - low, 0.06 * high)
-    panels[0].set_ylim(low - 0.3 * room, high + 0.2 * room)
+    panels[0].set_ylim(low - 0.3 * room, high + 0.25 * room)
     panels[0].set_ylabel(per_gpu(found))
     return figure
 
@@ -72,7 +72,8 @@ def draw_ladder(axes: Axes, found: Findings, stage: str, rungs: list[str], theme
         axes.plot(position, median, "o", color=theme.series[0], markersize=8, zorder=4)
         repeats = repeats_of(found, name)
         axes.plot([position + 0.12] * len(repeats), repeats, ".", color=theme.muted, markersize=6, zorder=3)
-        axes.annotate(rate_label(judged), (position, median), xytext=(0, 11), textcoords="offset points",
+        top = interval.high if interval is not None else median
+        axes.annotate(rate_label(judged), (position, top), xytext=(0, 9), textcoords="offset points",
                       ha="center", va="bottom", size=8.5, linespacing=1.3)  # fmt: skip
     axes.plot(range(len(rungs)), medians, color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
     for position, (below, above) in enumerate(pairwise(rungs)):

@@ -99,7 +99,7 @@ def titled_figure(theme: Theme, title: str, subtitle: str, height: float) -> Fig
 
 def empty_figure(theme: Theme, title: str, subtitle: str, reason: str) -> Figure:
     """An honest empty panel: what would stand here and why it does not."""
-    figure = titled_figure(theme, title, subtitle, 1.6)
+    figure = titled_figure(theme, title, subtitle, 1.0)
     axes = figure.subplots()
     axes.set_axis_off()
     axes.text(
@@ -131,6 +131,8 @@ def per_gpu(found: Findings) -> str:
 def peak_label(measures: Sequence[Measures]) -> str:
     """What the MFU of these runs is divided by."""
     peaks = {(judged.peak.tflops, judged.peak.dtype, judged.peak.measured) for judged in measures if judged.peak}
+    if not peaks:
+        return "no known peak"
     words = [
         f"{tflops:,.4g} TFLOP/s {dtype} ({'measured' if measured else 'datasheet, dense'})"
         for tflops, dtype, measured in sorted(peaks, reverse=True)

@@ -69,7 +69,7 @@ def draw_rates(
     axes: Axes, found: Findings, shown: dict[str, Measures], positions: dict[str, float], theme: Theme
 ) -> None:
     plain_axes(axes, "x")
-    widest = max(judged.tokens_per_s_per_gpu.q3 for judged in found.good.values() if judged.tokens_per_s_per_gpu)
+    widest = max(judged.tokens_per_s_per_gpu.q3 for judged in shown.values() if judged.tokens_per_s_per_gpu)
     for name, judged in shown.items():
         rate, position = judged.tokens_per_s_per_gpu, positions[name]
         if rate is None or name not in found.good:

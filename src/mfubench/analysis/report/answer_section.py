@@ -10,6 +10,7 @@ from mfubench.analysis.report.blocks import Block, Card, Cards, Figure, Notice, 
 from mfubench.analysis.units import format_gib, format_interval, format_percent, format_rate, format_signed_percent
 
 MOST_CANDIDATES = 8
+UNEVEN = 0.10  # quartiles of the step times this far apart, as a share of the median, are no steady state
 
 
 def answer_section(found: Findings) -> Section:
@@ -44,7 +45,17 @@ def answer_blocks(found: Findings, answer: Answer) -> list[Block]:
     )
     columns = ["case|", "tokens/s in all", "against the fastest", per_gpu(found), "MFU (palm)"]
     columns += ["spread", "outliers", "failures", "memory"]
-    return [Cards(cards), Table(columns, [candidate_row(candidate) for candidate in shown], caption)]
+    uneven = unevenness(fastest)
+    return [*uneven, Cards(cards), Table(columns, [candidate_row(candidate) for candidate in shown], caption)]
+
+
+def unevenness(fastest: Candidate) -> list[Block]:
+    """A warning where the steps differ so much that something else must have run on the machine."""
+    if fastest.stability is None or fastest.stability.spread <= UNEVEN:
+        return []
+    spread = format_percent(fastest.stability.spread, 0)
+    return [Notice(f"The step times of the fastest setting spread by {spread}: other work seems to have run on this "
+                   "machine, or its clocks did not settle. Take every rate here as rough.")]  # fmt: skip
 
 
 def fastest_note(answer: Answer) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mfubench.analysis.answer import answers
 from mfubench.analysis.extrapolation import Extrapolation, extrapolate
+from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import fallbacks
 from mfubench.analysis.report.blocks import Block, Folded, Notice, Section, Table, Text
@@ -39,8 +40,12 @@ def runs_section(found: Findings) -> Section:
     columns = ["case|", "status|", "world size", "micro-batch × accumulation", "tokens/s each: median (quartiles)"]
     columns += ["total tokens / total time", "palm", "matmul", "causal", "HFU", "MAMFU", "memory", "loss"]
     table = Table(columns, rows, "All runs; MFU by every convention")
-    problems = dict.fromkeys(judged.peak_problem for judged in found.measures.values() if judged.peak_problem)
-    blocks: list[Block] = [Notice(f"No MFU for some runs: {problem}") for problem in problems]
+    problems: dict[str, int] = {}
+    for name, judged in found.measures.items():
+        if judged.peak_problem:
+            problem = judged.peak_problem.removeprefix(f"{name}: ")
+            problems[problem] = problems.get(problem, 0) + 1
+    blocks: list[Block] = [Notice(f"No MFU for {count} of {len(rows)} runs: {why}") for why, count in problems.items()]
     blocks.append(Folded(f"All {len(rows)} runs with all figures", [table]))
     return Section("runs", "All runs", blocks)
 
@@ -88,9 +93,10 @@ def grouped_fallbacks(rows: list[list[str]]) -> list[list[str]]:
 def extrapolation_section(found: Findings) -> Section:
     section = Section("extrapolation", "What a whole training would take")
     price = found.study.declared.price_per_gpu_hour
+    hours = "GPU-hours" if per_gpu(found).endswith("GPU") else "process-hours"
     for answer in answers(found):
         rows = [extrapolation_row(item) for item in extrapolate(found, answer)]
-        columns = ["tokens", "what for|", "iterations", "time", "95 % interval", "GPU-hours", "energy", "money"]
+        columns = ["tokens", "what for|", "iterations", "time", "95 % interval", hours, "energy", "money"]
         world_size = answer.fastest.config.world_size
         caption = f"{answer.model} with the fastest setting, `{answer.fastest.case}`, world size {world_size}"
         section.blocks.append(Table(columns, rows, caption))
@@ -148,8 +154,12 @@ def environment_section(found: Findings) -> Section:
     versions = {"driver": environment.driver, "CUDA": environment.cuda, "NCCL": environment.nccl}
     versions |= {"cuDNN": environment.cudnn, "torch": environment.torch, "Python": environment.python}
     rows += [[name, version] for name, version in {**versions, **environment.packages}.items() if version]
-    commits = sorted({f"{log.environment.git_commit}{' (dirty)' if log.environment.git_dirty else ''}" for log in logs})
-    rows.append(["commit", ", ".join(commits)])
+    commits = {
+        f"{log.environment.git_commit[:10]}{' (with changes)' if log.environment.git_dirty else ''}"
+        for log in logs
+        if log.environment.git_commit
+    }
+    rows.append(["commit", ", ".join(sorted(commits)) or "not under version control"])
     if environment.slurm_job_id:
         rows.append(["SLURM job", environment.slurm_job_id])
     section.blocks.append(Table(["what|", "value|"], rows))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mfubench.analysis.contradictions import format_change
 from mfubench.analysis.effects import Effect
+from mfubench.analysis.expectations import Expectations
+from mfubench.analysis.expected import expected_change, judge_effect_size
 from mfubench.analysis.figures import effects, ladder, loss, memory, mfu_over_time, scaling
 from mfubench.analysis.figures.effects import no_difference_band
 from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report.blocks import Block, Figure, Section, Table, Text
+from mfubench.analysis.report.expectation_sections import MARKS
 from mfubench.analysis.units import (
     format_gib,
     format_interval,
@@ -41,16 +45,28 @@ def effects_section(found: Findings) -> Section:
     blocks.append(Figure("effects", alt, effects.draw))
     if found.effects:
         columns = ["setting|", "worth", "95 % interval", "expected|", "memory", "differs in|", "cases|"]
-        blocks.append(Table(columns, [effect_row(effect) for effect in found.effects], "Arm over control"))
+        blocks.append(
+            Table(columns, [effect_row(effect, found.expectations) for effect in found.effects], "Arm over control")
+        )
     alt = "Rates of the baseline and tier cases in order, with the change from each to the next."
     blocks.append(Figure("ladder", alt, ladder.draw))
     return Section("effects", "What each optimisation is worth", blocks)
 
 
-def effect_row(effect: Effect) -> list[str]:
+def expected_words(effect: Effect, expectations: Expectations | None) -> str:
+    """What was expected of an effect, by the study or the testing guide, and whether that came true."""
+    change = expected_change(effect, expectations)
+    words = effect.expected or (format_change(change) if change is not None else "–")
+    if change is None or effect.difference is None:
+        return words
+    return f"{words}: {MARKS[judge_effect_size(effect, change)]}"
+
+
+def effect_row(effect: Effect, expectations: Expectations | None) -> list[str]:
+    expected = expected_words(effect, expectations)
     names = f"`{effect.arm}` over `{effect.control}`"
     if effect.difference is None:
-        return [effect.name, f"**{effect.verdict}**", "–", effect.expected or "–", "–", effect.reason or "–", names]
+        return [effect.name, f"**{effect.verdict}**", "–", expected, "–", effect.reason or "–", names]
     worth = format_signed_percent(effect.difference.change)
     if effect.verdict == "no difference":
         worth = f"no difference ({worth})"
@@ -61,7 +77,7 @@ def effect_row(effect: Effect) -> list[str]:
         differs_in += " (more than one thing: the effect has no single cause)"
     interval = format_interval(effect.difference.interval)
     memory_change = "–" if effect.memory_change is None else format_signed_percent(effect.memory_change)
-    return [effect.name, worth, interval, effect.expected or "–", memory_change, differs_in, names]
+    return [effect.name, worth, interval, expected, memory_change, differs_in, names]
 
 
 def scaling_section(found: Findings) -> Section:
