@@ -74,6 +74,20 @@ def test_bfloat16_is_as_exact_as_its_rounding(device: str, form: str, monkeypatc
         assert (a.float() - b).norm() < 1e-2 * b.norm()
 
 
+@pytest.mark.parametrize("function", [full_loss, chunked_loss])
+def test_float16_gradients_survive_the_mean(function: Any) -> None:
+    """With a loss scale as in training, a mean over many tokens leaves nothing below float16's smallest numbers."""
+    hidden = torch.randn(2048, 16, generator=torch.Generator().manual_seed(0)).half()
+    _, weight, _ = inputs(torch.float16)
+    labels = torch.arange(2048) % V
+    exact_inputs = [x.detach().float().requires_grad_() for x in (hidden, weight)]
+    exact = torch.autograd.grad(full_loss(*exact_inputs, labels), exact_inputs)
+    rounded_inputs = [x.detach().requires_grad_() for x in (hidden, weight)]
+    found = torch.autograd.grad(function(*rounded_inputs, labels) * 4096, rounded_inputs)
+    for a, b in zip(found, exact, strict=True):
+        assert ((a.float() / 4096 - b).norm() / b.norm()).item() < 2e-3
+
+
 def test_gradient_at_the_label_survives_bfloat16() -> None:
     """A token that is predicted almost surely: softmax - 1 would cancel to nothing in bfloat16."""
     hidden = torch.zeros(1, 8, dtype=torch.bfloat16)

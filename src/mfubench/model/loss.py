@@ -69,10 +69,11 @@ def chunk_size(tokens: int, bytes_a_token: int) -> int:
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, size: int, gradients: bool, compile_backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean loss, its gradient of hidden, its gradient of weight), computed `size` tokens at a time.
+    """(mean loss, gradient of hidden, gradient of weight in float32), computed `size` tokens at a time.
 
-    The gradients are empty unless asked for. An operator of its own: torch.compile takes it as it is, in one graph with
-    the rest of the model. Where a `compile_backend` is given, the elementwise part inside is compiled apart.
+    The gradients are those of the summed loss, which float16 can hold, and empty unless asked for. An operator of its
+    own: torch.compile takes it as it is, in one graph with the rest of the model. Where a `compile_backend` is given,
+    the elementwise part inside is compiled apart.
     """
     softmax_step = compiled_softmax_step(compile_backend) if compile_backend else cross_entropy_step
     padded = aligned(weight)  # [V', hidden]
@@ -86,16 +87,16 @@ def chunked_cross_entropy(
         if not gradients:
             total += F.cross_entropy(logits.float(), labels[rows], reduction="sum")
             continue
-        loss, grad_logits, grad_at_label = softmax_step(logits, labels[rows], 1 / hidden.shape[0])
+        loss, grad_logits, grad_at_label = softmax_step(logits, labels[rows])
         total += loss
         grad_logits.scatter_(1, labels[rows, None], grad_at_label)
         torch.mm(grad_logits, padded, out=grad_hidden[rows])
         accumulate_product(grad_weight, grad_logits.t(), hidden[rows])
-    return total / hidden.shape[0], grad_hidden, grad_weight[: weight.shape[0]].to(weight.dtype)
+    return total / hidden.shape[0], grad_hidden, grad_weight[: weight.shape[0]]
 
 
-def cross_entropy_step(logits: Tensor, labels: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss of logits [n, V] and the gradient of `scale` times it.
+def cross_entropy_step(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss of logits [n, V] and its gradient.
 
     d loss / d logit = softmax - (1 at the label). The gradient is returned without the 1, and apart from it, [n, 1],
     the whole value at the label: computed in float32, since there the difference cancels as the model learns.
@@ -103,16 +104,12 @@ def cross_entropy_step(logits: Tensor, labels: Tensor, scale: float) -> tuple[Te
     exact = logits.float()
     log_normalizer = exact.logsumexp(dim=-1, keepdim=True)  # [n, 1]
     log_probability = exact.gather(1, labels[:, None]) - log_normalizer  # [n, 1]
-    gradient = (exact - log_normalizer).exp() * scale
-    return (
-        -log_probability.sum(),
-        gradient.to(logits.dtype),
-        ((log_probability.exp() - 1) * scale).to(logits.dtype),
-    )
+    gradient = (exact - log_normalizer).exp().to(logits.dtype)
+    return -log_probability.sum(), gradient, (log_probability.exp() - 1).to(logits.dtype)
 
 
 @functools.cache
-def compiled_softmax_step(backend: str) -> Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]:
+def compiled_softmax_step(backend: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """`cross_entropy_step`, compiled once a process: two kernels instead of a dozen."""
     return torch.compile(cross_entropy_step, backend=backend, dynamic=False)
 
@@ -134,17 +131,22 @@ def _(
     return (
         hidden.new_empty((), dtype=torch.float32),
         hidden.new_empty(hidden.shape if gradients else (0,)),
-        weight.new_empty(weight.shape if gradients else (0,)),
+        weight.new_empty(weight.shape if gradients else (0,), dtype=torch.float32),
     )
 
 
 def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(*output[1:])
+    ctx.tokens, ctx.weight_dtype = inputs[0].shape[0], inputs[1].dtype
 
 
 def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients of the mean, times the gradient that arrives; scaled and rounded in one pass over memory."""
     grad_hidden, grad_weight = ctx.saved_tensors
-    return grad_hidden * grad.to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None, None, None
+    factor = grad / ctx.tokens
+    rounded = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+    torch.mul(grad_weight, factor, out=rounded)
+    return grad_hidden * factor, rounded, None, None, None, None
 
 
 chunked_cross_entropy.register_autograd(scale_gradients, setup_context=save_gradients)
