@@ -13,6 +13,8 @@ from mfubench.analysis.report import main, write_report
 from mfubench.analysis.report.render import inline_html, markdown_cell
 from mfubench.run_log import write_json, write_run_log
 
+pytestmark = pytest.mark.slow  # each report draws seven figures twice
+
 ORDER = [
     "Which settings to train with",
     "Expected against measured",
@@ -153,7 +155,6 @@ def test_markdown_says_the_same(written: Path):
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
 
 
-@pytest.mark.slow
 def test_a_cpu_study_reads_sensibly(cpu_study: Path, tmp_path: Path):
     page = page_of(Path(shutil.copytree(cpu_study, tmp_path / "study")))
     assert page.headings == ORDER
@@ -163,7 +164,6 @@ def test_a_cpu_study_reads_sensibly(cpu_study: Path, tmp_path: Path):
     assert "This study names no expectations" in page.words
 
 
-@pytest.mark.slow
 def test_partial_shows_what_exists_what_failed_and_why(changed_study: Path):
     for path in (changed_study / "runs").glob("*/*.json"):
         if path.parent.name not in ("smoke", "baseline"):
@@ -176,7 +176,6 @@ def test_partial_shows_what_exists_what_failed_and_why(changed_study: Path):
     assert "has not been run" in page.words
 
 
-@pytest.mark.slow
 def test_partial_before_the_first_run(changed_study: Path):
     shutil.rmtree(changed_study / "runs")
     shutil.rmtree(changed_study / "memory")
@@ -185,7 +184,6 @@ def test_partial_before_the_first_run(changed_study: Path):
     assert json.loads((changed_study / "summary.json").read_text())["cases"] == {}
 
 
-@pytest.mark.slow
 def test_an_unknown_card_costs_the_mfu_not_the_report(tmp_path: Path):
     study = write_gpu_study(tmp_path / "study")
     for path in (study / "runs").glob("*/*.json"):
@@ -199,7 +197,6 @@ def test_an_unknown_card_costs_the_mfu_not_the_report(tmp_path: Path):
     assert "tokens/s on 8 GPUs" in page.words
 
 
-@pytest.mark.slow
 def test_a_diverged_run_is_shown_as_a_result(changed_study: Path):
     log = make_gpu_log("training/pretrain", 1)
     for step in log.steps[300:]:

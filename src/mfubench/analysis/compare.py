@@ -8,12 +8,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mfubench.analysis.effects import differing_settings, processes, settings_that_ran
-from mfubench.analysis.findings import Findings
-from mfubench.analysis.measures import Measures
+from mfubench.analysis.measures import Measures, measure
 from mfubench.analysis.statistics import Difference, ProcessSpread, difference, process_spread
-from mfubench.analysis.study import base_name, machine_of
+from mfubench.analysis.study import Study, base_name, load_study, machine_of
 
 Verdict = Literal["regression", "broken", "slower", "faster", "no difference", "only in one", "not measured"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two studies, its runs judged."""
+
+    study: Study
+    measures: dict[str, Measures]
+
+    @classmethod
+    def of(cls, folder: Path | str) -> Side:
+        study = load_study(folder, partial=True)
+        return cls(study, {name: measure(log, study.ceilings) for name, log in study.runs.items()})
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,7 @@ def compare_studies(first: Path | str, second: Path | str, threshold: float) -> 
     is told: their few steps are a gate, no measurement.
     Raises ConfigError as `load_study` does.
     """
-    before, after = Findings.of(first, partial=True), Findings.of(second, partial=True)
+    before, after = Side.of(first), Side.of(second)
     spread = joint_spread([before.measures, after.measures])
     names = dict.fromkeys(base_name(name) for name in [*before.measures, *after.measures, *after.study.failures])
     changes = [compare_case(before, after, name, threshold, spread) for name in names]
@@ -73,8 +85,8 @@ def compare_studies(first: Path | str, second: Path | str, threshold: float) -> 
     )
 
 
-def machine_words(found: Findings) -> str:
-    return machine_of(found.study.environment) if found.study.environment else "no run yet"
+def machine_words(side: Side) -> str:
+    return machine_of(side.study.environment) if side.study.environment else "no run yet"
 
 
 def joint_spread(studies: list[dict[str, Measures]]) -> ProcessSpread | None:
@@ -88,10 +100,8 @@ def joint_spread(studies: list[dict[str, Measures]]) -> ProcessSpread | None:
     return process_spread(list(groups.values()))
 
 
-def compare_case(
-    before: Findings, after: Findings, name: str, threshold: float, spread: ProcessSpread | None
-) -> CaseChange:
-    old, new = processes(before.good, name), processes(after.good, name)
+def compare_case(before: Side, after: Side, name: str, threshold: float, spread: ProcessSpread | None) -> CaseChange:
+    old, new = processes(before.measures, name), processes(after.measures, name)
     measured = difference([run.rates for run in new], [run.rates for run in old], spread)
     verdict, reason = verdict_of(before, after, name, measured, threshold)
     return CaseChange(
@@ -110,7 +120,7 @@ def compare_case(
 
 
 def verdict_of(
-    before: Findings, after: Findings, name: str, measured: Difference | None, threshold: float
+    before: Side, after: Side, name: str, measured: Difference | None, threshold: float
 ) -> tuple[Verdict, str | None]:
     ended_before = {key: judged.log for key, judged in before.measures.items() if base_name(key) == name}
     ended_after = {key: judged.log for key, judged in after.measures.items() if base_name(key) == name}
