@@ -341,3 +341,29 @@ def test_model_runs_the_kernel_it_was_given(backend: str) -> None:
     assert kernels_match(backend, kernels, "cpu") is None
     other = {"sdpa": "eager", "eager": "sdpa"}[backend]
     assert f"attention {other} was claimed" in str(kernels_match(other, kernels, "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", LOADERS)
+def test_model_on_cuda_runs_the_kernel_it_was_given(backend: str, compiled: bool) -> None:
+    """A bfloat16 model, forward and backward, its blocks compiled or not: the kernels' names are the proof."""
+    model = {**QWEN3, "head_dim": 64, "hidden_size": 256}
+    config = run_config(model, attention=backend, dtype="bfloat16", seq_len=128)
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "seq_len": 128}
+    function, choice = resolve_attention(backend, device="cuda", dtype=torch.bfloat16, **heads)
+    if choice.used != backend:
+        pytest.skip(str(choice.reason))
+    decoder = build_model(config, device="cuda", attention=function)
+    if compiled:
+        torch._dynamo.reset()
+        for block in decoder.blocks:
+            block.forward = torch.compile(block.forward, dynamic=False)
+    batch = tokens(2, 129).cuda()
+
+    def step() -> None:
+        decoder(batch[:, :-1], batch[:, 1:]).backward()
+
+    step()
+    assert kernels_match(backend, profile_kernels(step, "cuda"), "cuda") is None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mfubench.model import build_model, resolve_loss
 from mfubench.model import loss as losses
-from mfubench.model.loss import chunked_cross_entropy, chunked_loss, full_loss, load_fused
+from mfubench.model.loss import chunked_cross_entropy, chunked_loss, full_loss
 
 N, HIDDEN, V = 45, 16, 97  # 97 rows: not a multiple of 8
 
@@ -48,21 +48,19 @@ def test_chunked_equals_full(rows: int, monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FORMS = [("cpu", "full"), ("cpu", "chunked")]
+FORMS += [pytest.param("cuda", form, marks=pytest.mark.gpu) for form in ("full", "chunked", "fused")]
 
 
-@pytest.mark.parametrize("form", ["full", "chunked", pytest.param("fused", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "form"), FORMS)
 def test_bfloat16_is_as_exact_as_its_rounding(device: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against float32 on the same rounded inputs: no form loses more than bfloat16 logits do."""
-    if "cuda" in (device, "cuda" if form == "fused" else "") and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if form == "fused":
-        if device == "cpu":
-            pytest.skip("liger-kernel needs CUDA")
-        pytest.importorskip("liger_kernel")
+    function, choice = resolve_loss(form, device=device, vocab_size=V)
+    if choice.used != form:
+        pytest.skip(str(choice.reason))
     monkeypatch.setattr(losses, "CHUNK_BYTES", 10 * V * 2)
-    function = {"full": full_loss, "chunked": chunked_loss, "fused": load_fused() if form == "fused" else None}[form]
     hidden, weight, labels = inputs(torch.bfloat16, device)
     exact = loss_and_gradients(
         full_loss, hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_(), labels
