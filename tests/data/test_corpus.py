@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from mfubench.config import ConfigError
 from mfubench.data import corpus as corpora
 from mfubench.data.config import EmbeddedCorpus, LocalCorpus
-from mfubench.data.corpus import first_documents, group_files, list_files, read_documents, slices_of
+from mfubench.data.corpus import group_files, list_files, slices_of
+from mfubench.data.documents import first_documents, read_documents
 
 
 def read(corpus: LocalCorpus, slice_size: int = 2**20, limit: int = 2**20) -> tuple[list[str], Counter[str]]:

@@ -12,7 +12,8 @@ import zstandard
 
 from mfubench.config import ConfigError
 from mfubench.data.config import DatasetConfig
-from mfubench.data.corpus import Slice, file_format, read_documents
+from mfubench.data.corpus import Slice, file_format
+from mfubench.data.documents import read_documents
 from mfubench.data.encoder import Encoder
 from mfubench.data.meta import TokenDtype
 from mfubench.data.streams import stream_errors

@@ -78,15 +78,15 @@ def read_tokenizer(folder: Path | str) -> tuple[TokenizerMeta, bytes]:
 def load_encoder(folder: Path | str) -> Encoder:
     """The encoder of a folder that `get_tokenizer` wrote; raises ConfigError where the folder is not what it was."""
     meta, payload = read_tokenizer(folder)
-    spec = json.loads(payload)
-    return Encoder(meta, build_encoder(meta.encoder, spec), payload)
+    reference = functools.cache(lambda: tokenizers_encoder(json.loads(payload)))
+    return Encoder(meta, build_encoder(meta.encoder, json.loads(payload), reference), payload)
 
 
-def build_encoder(kind: EncoderKind, spec: dict[str, Any]) -> EncodeBatch:
-    """The function that encodes; spec: the parsed tokenizer.json."""
-    return {"tiktoken": tiktoken_encoder, "word-cache": word_cache_encoder, "tokenizers": tokenizers_encoder}[kind](
-        spec
-    )
+def build_encoder(kind: EncoderKind, spec: dict[str, Any], reference: Callable[[], EncodeBatch]) -> EncodeBatch:
+    """The function that encodes; spec: the parsed tokenizer.json, reference: gives what `tokenizers` makes of it."""
+    if kind == "tiktoken":
+        return tiktoken_encoder(spec, reference)
+    return word_cache_encoder(spec) if kind == "word-cache" else reference()
 
 
 class NotApplicable(Exception):
@@ -110,7 +110,7 @@ def tokenizers_encoder(spec: dict[str, Any]) -> EncodeBatch:
 # --- byte-level BPE through tiktoken ---------------------------------------------------------------------------------
 
 
-def tiktoken_encoder(spec: dict[str, Any]) -> EncodeBatch:
+def tiktoken_encoder(spec: dict[str, Any], reference: Callable[[], EncodeBatch]) -> EncodeBatch:
     """The same ids from tiktoken; raises NotApplicable where that cannot be said from the specification."""
     pattern = _split_pattern(spec["pre_tokenizer"])
     normalize = _normalizer(spec["normalizer"])
@@ -118,8 +118,6 @@ def tiktoken_encoder(spec: dict[str, Any]) -> EncodeBatch:
     encoding = tiktoken.Encoding(
         "", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|end|>": max(ranks.values()) + 1}
     )
-
-    reference = functools.cache(functools.partial(tokenizers_encoder, spec))
 
     def encode(text: str) -> np.ndarray:
         try:
@@ -253,7 +251,7 @@ def choose_encoder(
     kinds: tuple[EncoderKind, ...] = ("tiktoken", "word-cache")
     for kind in kinds:
         try:
-            encode_batch = build_encoder(kind, spec)
+            encode_batch = build_encoder(kind, spec, lambda: reference)
         except NotApplicable as reason:
             reasons.append(f"no {kind}: {reason}")
             continue

@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from mfubench.config import ConfigError, Strict
 from mfubench.data.config import DatasetConfig
-from mfubench.data.corpus import Slice, read_documents
+from mfubench.data.corpus import Slice
 from mfubench.data.disk import expected_tokens
+from mfubench.data.documents import read_documents
 from mfubench.data.encoder import Encoder, load_encoder
 from mfubench.data.meta import SplitName, TokenDtype, write_atomically
 

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mfubench.config import ConfigError
-from mfubench.data import corpus, hub
+from mfubench.data import hub
 from mfubench.data.config import (
     BpeTokenizer,
     EmbeddedCorpus,
@@ -27,6 +27,7 @@ from mfubench.data.config import (
     TokenizerConfig,
     families,
 )
+from mfubench.data.documents import first_documents
 from mfubench.data.encoder import (
     PROBE,
     EncodeBatch,
@@ -102,7 +103,7 @@ def get_tokenizer(config: TokenizerConfig, out_dir: Path) -> TokenizerMeta:
 
 
 def _train(config: BpeTokenizer) -> tuple[bytes, dict[str, Any], str]:
-    texts = corpus.first_documents(config.corpus, config.max_bytes)
+    texts = first_documents(config.corpus, config.max_bytes)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -266,7 +267,7 @@ def _sample_texts(eos_token: str) -> list[str]:
     """Text in many scripts and some of the standard library: what a fast encoder is compared on."""
     hard = [PROBE, "", " ", "\n", eos_token, PROBE.swapcase(), " ".join(PROBE), PROBE.replace(" ", "  \n")]
     try:
-        return hard + list(corpus.first_documents(EmbeddedCorpus(source="embedded"), SAMPLE_BYTES))
+        return hard + list(first_documents(EmbeddedCorpus(source="embedded"), SAMPLE_BYTES))
     except ConfigError:  # a Python without its sources
         return hard
 
