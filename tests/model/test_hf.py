@@ -106,7 +106,7 @@ def test_sharded_checkpoint(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tokenizer_dir(tmp_path: Path) -> Path:
-    """What the data part writes: tokenizer.json and meta.json, nothing else."""
+    """As mfubench prepares one: tokenizer.json, tokenizer_config.json and meta.json."""
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -115,8 +115,17 @@ def tokenizer_dir(tmp_path: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "meta.json").write_text(json.dumps({"eos_id": 95, "eos_token": "<|endoftext|>"}))
     return folder
+
+
+def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    decoder = build(LLAMA)
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
+        export_hf(parameters_of(decoder), decoder.config, tmp_path / "hf", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama-gqa", "qwen3"])

@@ -66,7 +66,7 @@ def export_hf(
         save_file(split_parameters(state_dict, model, layout), temporary / "model.safetensors", {"format": "pt"})
         end_of_text = None
         if tokenizer_dir is not None:
-            end_of_text = copy_tokenizer(Path(tokenizer_dir), temporary, model.max_position_embeddings)
+            end_of_text = copy_tokenizer(Path(tokenizer_dir), temporary)
         config = config_json(model, end_of_text)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         temporary.chmod(0o755)  # mkdtemp's folder is for its owner alone
@@ -173,22 +173,12 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def copy_tokenizer(tokenizer_dir: Path, out_dir: Path, context: int) -> int | None:
-    """Copy a tokenizer's files, so that `AutoTokenizer.from_pretrained` loads it; returns the end-of-text id, if known.
-
-    A folder without tokenizer_config.json (mfubench's own: tokenizer.json and meta.json) gets one that names the plain
-    class: transformers' classes for single models change what tokenizer.json says.
-    """
-    found = [name for name in TOKENIZER_FILES if (tokenizer_dir / name).is_file()]
-    if "tokenizer.json" not in found:
+def copy_tokenizer(tokenizer_dir: Path, out_dir: Path) -> int | None:
+    """Copy a tokenizer's files; returns its end-of-text id, where the folder is one of mfubench's own (meta.json)."""
+    if not (tokenizer_dir / "tokenizer.json").is_file():
         raise ConfigError(f"{tokenizer_dir}: holds no tokenizer.json")
-    for name in found:
-        shutil.copyfile(tokenizer_dir / name, out_dir / name)
+    for name in TOKENIZER_FILES:
+        if (tokenizer_dir / name).is_file():
+            shutil.copyfile(tokenizer_dir / name, out_dir / name)
     meta = tokenizer_dir / "meta.json"
-    settings = json.loads(meta.read_text(encoding="utf-8")) if meta.is_file() else {}
-    if "tokenizer_config.json" not in found:
-        written = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context}
-        if "eos_token" in settings:
-            written["eos_token"] = settings["eos_token"]
-        (out_dir / "tokenizer_config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    return settings.get("eos_id")
+    return json.loads(meta.read_text(encoding="utf-8"))["eos_id"] if meta.is_file() else None
