@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -16,11 +17,11 @@ import pytest
 from data.texts import make_documents, write_jsonl
 
 from mfubench.config import ConfigError
-from mfubench.data import corpus, disk
+from mfubench.data import corpus, disk, progress
 from mfubench.data.config import LocalDataset
 from mfubench.data.encoder import load_encoder
 from mfubench.data.meta import DatasetMeta
-from mfubench.data.parts import split_of, token_dtype
+from mfubench.data.parts import encode_slice, split_of, token_dtype
 from mfubench.data.prepare import prepare_dataset
 from mfubench.data.reader import TokenDataset
 
@@ -136,6 +137,41 @@ def test_nothing_usable(small_tokenizer: Path, tmp_path: Path) -> None:
     config = dataset(tmp_path / "text.txt", max_document_bytes=1000)
     with pytest.raises(ConfigError, match="no document for training; skipped: 1 too_large"):
         prepare_dataset(config, small_tokenizer, tmp_path / "out", num_workers=1)
+
+
+class Misbehaving:
+    """An encoder whose ids are as given, whatever the text."""
+
+    name, eos_id, vocab_size = "wrong", 0, 400
+
+    def __init__(self, ids: list[int]) -> None:
+        self.encode_batch = lambda texts: [np.array(ids, dtype=np.uint32) for _ in texts]
+
+
+@pytest.mark.parametrize(
+    ("ids", "says"),
+    [
+        ([1, 400], "gave id 400, but its vocabulary ends at 399"),
+        ([1, 0, 2], "1 documents hold 2 end-of-document ids"),
+    ],
+)
+def test_ids_are_checked_while_they_are_written(tmp_path: Path, ids: list[int], says: str) -> None:
+    path = write_jsonl(tmp_path / "text.jsonl", ["one document"])
+    part = corpus.slices_of(dataset(path), [path], 10**6)[0]
+    with pytest.raises(ConfigError, match=says):
+        encode_slice(part, dataset(path), Misbehaving(ids), tmp_path, "part")  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("*part*"))
+
+
+def test_progress_in_a_log_says_rate_and_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.0)
+    with progress.PreparationProgress("mine", 4_000_000_000) as shown:
+        shown.resume(1_000_000_000)
+        shown.advance(1_000_000_000, 250_000_000)
+    lines = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"mine: 50\.0% of 4\.00 GB, [\d.]+M tokens/s, \d+ min left", lines[-1])
 
 
 # --- what happens to machines ----------------------------------------------------------------------------------------

@@ -87,7 +87,8 @@ class Preparation(Strict):
 
 
 class EmbeddedDataset(EmbeddedCorpus, Preparation):
-    pass
+    # There are few documents, so a larger part of them
+    val_fraction: float = Field(0.05, ge=0, lt=1, description="documents whose hash puts them into val.bin")
 
 
 class LocalDataset(LocalCorpus, Preparation):

@@ -80,6 +80,7 @@ def _prepare(config: DatasetConfig, tokenizer_dir: Path, out_dir: Path, num_work
     fingerprint = _fingerprint(config, tokenizer, files)
     assembly = Assembly.resume(work, fingerprint, splits, dtype, config.shard_tokens, tokenizer.eos_id)
     total = min(sum(file.size for file in files), config.max_bytes or 2**63)
+    num_workers = min(num_workers, -(-total // corpus.slice_size(total)) or 1)  # no more than there are slices
 
     with (
         PreparationProgress(out_dir.name, total) as progress,
