@@ -37,6 +37,7 @@ rule plot_throughput:
     input:
         results=all_results(),
         study=f"{RESULTS}/study.json",
+        machine=MACHINE_FILE,
         ceilings=f"{RESULTS}/ceilings.json",
     output:
         report(
@@ -47,13 +48,104 @@ rule plot_throughput:
     log:
         f"{LOGS}/plot_throughput.log",
     params:
+        figure="throughput",
         code=plot_code("throughput"),
         facts=FACTS,
     localrule: True
     conda:
         "../envs/mfubench.yaml"
     shell:
-        "python workflow/scripts/plot_throughput.py --study-dir {RESULTS} --output {output} 2>&1 | tee {log}"
+        "python workflow/scripts/plot_{params.figure}.py --study-dir {RESULTS} --output {output} 2>&1 | tee {log}"
+
+
+use rule plot_throughput as plot_ladder with:
+    output:
+        report(
+            f"{RESULTS}/figures/ladder.png",
+            caption="../workflow/report/ladder.rst",
+            category="Figures",
+        ),
+    log:
+        f"{LOGS}/plot_ladder.log",
+    params:
+        figure="ladder",
+        code=plot_code("ladder"),
+        facts=FACTS,
+
+
+use rule plot_throughput as plot_effects with:
+    output:
+        report(
+            f"{RESULTS}/figures/effects.png",
+            caption="../workflow/report/effects.rst",
+            category="Figures",
+        ),
+    log:
+        f"{LOGS}/plot_effects.log",
+    params:
+        figure="effects",
+        code=plot_code("effects"),
+        facts=FACTS,
+
+
+use rule plot_throughput as plot_scaling with:
+    output:
+        report(
+            f"{RESULTS}/figures/scaling.png",
+            caption="../workflow/report/scaling.rst",
+            category="Figures",
+        ),
+    log:
+        f"{LOGS}/plot_scaling.log",
+    params:
+        figure="scaling",
+        code=plot_code("scaling"),
+        facts=FACTS,
+
+
+use rule plot_throughput as plot_memory with:
+    output:
+        report(
+            f"{RESULTS}/figures/memory.png",
+            caption="../workflow/report/memory.rst",
+            category="Figures",
+        ),
+    log:
+        f"{LOGS}/plot_memory.log",
+    params:
+        figure="memory",
+        code=plot_code("memory"),
+        facts=FACTS,
+
+
+use rule plot_throughput as plot_loss with:
+    output:
+        report(
+            f"{RESULTS}/figures/loss.png",
+            caption="../workflow/report/loss.rst",
+            category="Figures",
+        ),
+    log:
+        f"{LOGS}/plot_loss.log",
+    params:
+        figure="loss",
+        code=plot_code("loss"),
+        facts=FACTS,
+
+
+use rule plot_throughput as plot_mfu_over_time with:
+    output:
+        report(
+            f"{RESULTS}/figures/mfu_over_time.png",
+            caption="../workflow/report/mfu_over_time.rst",
+            category="Figures",
+        ),
+    log:
+        f"{LOGS}/plot_mfu_over_time.log",
+    params:
+        figure="mfu_over_time",
+        code=plot_code("mfu_over_time"),
+        facts=FACTS,
 
 
 rule write_report:

@@ -18,7 +18,7 @@ from mfubench.experiments import expand_study, resolve_extends
 from mfubench.lease import visible_cards
 
 # Snakemake strips an inherited PYTHONPATH from conda jobs.
-shell.prefix(f"export PYTHONPATH={ROOT / 'src'}${{PYTHONPATH:+:$PYTHONPATH}}; ")
+shell.prefix(f"export PYTHONPATH={ROOT / 'src'}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; ")
 
 # --- the study, expanded once; a fault in it stops here, before the first job -----------------------------------------
 
@@ -84,6 +84,7 @@ TRAINING_CODE = code_digest(
         SOURCE / "model",
         SOURCE / "train",
         SOURCE / "data" / "reader.py",
+        SOURCE / "kernel_families.py",
         SCRIPTS / "train_model.py",
     ]
 )
@@ -94,9 +95,19 @@ ANALYSIS_CODE = code_digest([SOURCE / "run_log.py", SOURCE / "flops.py", SOURCE 
 FACTS = file_digest(ROOT / "config" / "hardware.yaml")
 
 
+FIGURES = ("throughput", "ladder", "effects", "scaling", "memory", "loss", "mfu_over_time")
+
+
 def analysis_code(*modules):
     """Digest for an analysis rule: what all of them read, and the modules of its own."""
     return ANALYSIS_CODE + code_digest([SOURCE / module for module in modules])
+
+
+def plot_code(figure):
+    """Digest for one figure: its own module, and what the figures share."""
+    others = {f"{name}.py" for name in FIGURES if name != figure}
+    shared = [path for path in (SOURCE / "analysis" / "figures").glob("*.py") if path.name not in others]
+    return ANALYSIS_CODE + code_digest([*(SOURCE / "analysis").glob("*.py"), *shared])
 
 
 # --- files and values by name ------------------------------------------------------------------------------------------

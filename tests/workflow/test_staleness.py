@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import PARTS, Project
+from workflow.project import PARTS, Project
 
 pytestmark = pytest.mark.slow
 

@@ -78,7 +78,7 @@ def examine_cards(problems: list[str]) -> list[dict[str, Any]]:
         card: dict[str, Any] = {"index": index, "name": name, "driver": driver, "row": None}
         try:
             row = find_gpu(name)
-            card["row"] = row.name
+            card["row"] = row.names[0]
         except ConfigError as error:
             problems.append(str(error))
         cards.append(card)
