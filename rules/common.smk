@@ -88,8 +88,9 @@ TRAINING_CODE = code_digest(
         SCRIPTS / "train_model.py",
     ]
 )
-TOKENIZER_CODE = code_digest([SOURCE / "data" / name for name in ("config.py", "tokenizer.py", "corpus.py")])
-DATASET_CODE = TOKENIZER_CODE + code_digest([SOURCE / "data" / "prepare.py"])
+TEXT = ("config.py", "corpus.py", "documents.py", "streams.py", "encoder.py")
+TOKENIZER_CODE = code_digest([SOURCE / "data" / name for name in (*TEXT, "tokenizer.py")])
+DATASET_CODE = code_digest([SOURCE / "data" / name for name in (*TEXT, "parts.py", "assembly.py", "prepare.py")])
 CEILINGS_CODE = code_digest([SOURCE / "ceilings", SOURCE / "model" / "attention.py"])
 ANALYSIS_CODE = code_digest([SOURCE / "run_log.py", SOURCE / "flops.py", SOURCE / "hardware.py"])
 FACTS = file_digest(ROOT / "config" / "hardware.yaml")
