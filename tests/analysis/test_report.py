@@ -208,6 +208,15 @@ def test_a_diverged_run_is_shown_as_a_result(changed_study: Path):
     assert not re.search(r"\bnan\b", page.words, flags=re.I)
 
 
+def test_runs_that_ended_before_they_began_are_shown(changed_study: Path):
+    """Skipped before the model was built: no steps, no memory, nothing used."""
+    empty = {"steps": [], "rank_step_times_s": [], "memory": [], "used": {}, "parameters": None, "flop_terms": None}
+    changes = {**empty, "status": "skipped", "reason": "CUDA graphs are not to be had here", "wall": None}
+    log = make_gpu_log("tiers/tier3", 1).model_copy(update={**changes, "evaluations": [], "kernels": None})
+    write_run_log(changed_study / "runs" / "tiers" / "tier3.json", log)
+    assert "CUDA graphs are not to be had here" in page_of(changed_study).words
+
+
 def test_inline_text_is_escaped():
     assert inline_html("a < b & `c<d>` **bold**") == ("a &lt; b &amp; <code>c&lt;d&gt;</code> <strong>bold</strong>")
     assert markdown_cell("a|b\nc") == "a\\|b c"

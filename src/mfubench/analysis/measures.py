@@ -72,7 +72,9 @@ def measure(log: RunLog, ceilings: Ceilings | None) -> Measures:
     rate = quartiles(rates)
     seconds = sum(step.step_time_s for step in steps)
     tokens = sum(step.tokens for step in steps)
-    peak, peak_problem = peak_of(log, ceilings)
+    # without a rate there is nothing to divide, and a run that ended early may not say what it computed in
+    peak, peak_problem = peak_of(log, ceilings) if rate is not None else (None, None)
+    matmul_tflops = matmul_ceiling(log, ceilings) if rate is not None else None
     return Measures(
         log=log,
         rates=rates,
@@ -83,7 +85,7 @@ def measure(log: RunLog, ceilings: Ceilings | None) -> Measures:
         data_share=sum(step.data_time_s for step in steps) / seconds if seconds else None,
         peak=peak,
         peak_problem=peak_problem,
-        mfu=mfu_by_convention(log, rate, peak, matmul_ceiling(log, ceilings)),
+        mfu=mfu_by_convention(log, rate, peak, matmul_tflops),
         peak_memory_gib=peak_memory_gib(log),
         peak_allocated_gib=max((m.peak_allocated_gib for m in log.memory if m.peak_allocated_gib), default=None),
         capacity_gib=memory_gib(log) if log.memory else None,

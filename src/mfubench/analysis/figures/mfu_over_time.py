@@ -85,9 +85,10 @@ def draw_steps(axes: Axes, name: str, judged: Measures, with_mfu: bool, theme: T
     if unmeasured:
         end = max(x for x, _ in unmeasured) + 0.5
         axes.axvspan(0.5, end, facecolor=theme.band, hatch="////", edgecolor=theme.grid, linewidth=0, zorder=0)
-        for x, y in unmeasured:
-            marker, height = (".", y) if y > low else (11, low)  # 11: a triangle that points down to the axis
-            axes.plot(x, height, marker=marker, color=theme.muted, markersize=4)
+        seen = [(x, y) for x, y in unmeasured if y > low]
+        below = [x for x, y in unmeasured if y <= low]
+        axes.plot([x for x, _ in seen], [y for _, y in seen], ".", color=theme.muted, markersize=4)
+        axes.plot(below, [low + 0.05 * (high - low)] * len(below), "v", color=theme.muted, markersize=3.5)
     axes.axhspan(middle.q1, middle.q3, color=theme.series[0], alpha=0.16, linewidth=0)
     axes.axhline(middle.median, color=theme.series[0], linewidth=1.2)
     outlying = middle.q1 - 3 * reach
