@@ -1,4 +1,4 @@
-"""One run's panels over its steps: loss, rate, gradient norm, step times of the ranks, learning rate, power. No torch."""
+"""One run's panels over its steps: loss, rate, gradient norm, step times, learning rate, data. No torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def draw_series(axes: Axes, title: str, log: RunLog, values: Sequence[Value], th
     """One line over the steps; where a value is not finite the line is broken."""
     prepare_panel(axes, title, log, theme)
     positions = [step.step + 1 for step in log.steps]
-    axes.plot(positions, [math.nan if value is None else value for value in values], color=theme.series[color], lw=1.2)
+    points = [math.nan if value is None else value for value in values]
+    axes.plot(positions, points, color=theme.series[color], lw=1.2)
 
 
 def prepare_panel(axes: Axes, title: str, log: RunLog, theme: Theme) -> None:
@@ -71,14 +72,9 @@ def prepare_panel(axes: Axes, title: str, log: RunLog, theme: Theme) -> None:
 
 def draw_loss(axes: Axes, log: RunLog, theme: Theme) -> None:
     draw_series(axes, "loss (points: validation)", log, [step.loss for step in log.steps], theme)
-    known = [evaluation for evaluation in log.evaluations if evaluation.loss is not None]
-    axes.plot(
-        [evaluation.step for evaluation in known],
-        [evaluation.loss for evaluation in known],
-        "o",
-        color=theme.series[1],
-        markersize=4,
-    )
+    known = [(evaluation.step, evaluation.loss) for evaluation in log.evaluations if evaluation.loss is not None]
+    for step, loss in known:
+        axes.plot(step, loss, "o", color=theme.series[1], markersize=4)
 
 
 def draw_rate(axes: Axes, log: RunLog, theme: Theme) -> None:

@@ -20,7 +20,7 @@ def failure(work) -> dict:
     return json.loads((work / "failure.json").read_text())
 
 
-@pytest.mark.parametrize("plant", ["oom", "cudnn"])
+@pytest.mark.parametrize("plant", ["oom", pytest.param("cudnn", marks=pytest.mark.slow)])
 def test_out_of_memory_of_one_rank_ends_all_with_status_oom(plant, data, tmp_path):
     process = start_run(
         tiny_config(**TWO_RANKS), data, tmp_path, script="planted.py", PLANT=plant, PLANT_RANK="1", PLANT_STEP="4"

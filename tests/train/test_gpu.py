@@ -169,9 +169,7 @@ def one_card(data, tmp_path_factory):
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(2, marks=needs_cards(2)), pytest.param(4, marks=needs_cards(4))]
-)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=needs_cards(2)), pytest.param(4, marks=needs_cards(4))])
 def test_every_parallelism_equals_one_card(world_size, one_card, data, tmp_path):
     configs = {}
     for parallelism in ("ddp", "zero1", "fsdp"):
@@ -194,9 +192,7 @@ def test_every_parallelism_equals_one_card(world_size, one_card, data, tmp_path)
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize(
-    "world_size", [pytest.param(2, marks=needs_cards(2)), pytest.param(4, marks=needs_cards(4))]
-)
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=needs_cards(2)), pytest.param(4, marks=needs_cards(4))])
 def test_graphs_with_ddp_in_bfloat16_are_used_not_fallen_back(world_size, data, tmp_path):
     options = {"compile": "block", "requires": ("cuda_graphs", "compile", "parallelism")}
     configs = {

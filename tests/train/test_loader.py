@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from train.train_runs import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from train.train_runs import tiny_config
 
 from mfubench.config import ConfigError
 from mfubench.train.loader import Batches, SequenceOrder, StepBatches
@@ -23,7 +23,7 @@ class CountingTokens:
         self.num_tokens = num_tokens
 
     def read(self, start: int, count: int) -> np.ndarray:
-        assert 0 <= start and start + count <= self.num_tokens
+        assert start >= 0 and start + count <= self.num_tokens
         return np.arange(start, start + count, dtype=np.int64)
 
 

@@ -123,6 +123,7 @@ def test_adaptive_length_ends_early_and_says_why(data, tmp_path):
     assert len(log.measured_steps()) >= 20
 
 
+@pytest.mark.slow
 def test_adaptive_length_is_the_same_on_all_ranks(data, tmp_path):
     measurement = {"profile": False, "adaptive": True, "min_steps": 20, "tolerance": 0.5}
     config = tiny_config(max_iters=300, world_size=2, micro_batch_size=4, measurement=measurement)

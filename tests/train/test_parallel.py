@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from train.train_runs import tiny_config
@@ -22,9 +24,7 @@ def model_and_engine(dtype=torch.float32, **model_options):
     torch.manual_seed(config.seed)
     model = build_model(config, device="cpu", dtype=dtype)
     initial = model.initial_parameters(ALONE.device)
-    return config, model, FlatEngine(
-        model, initial, process=ALONE, gradient_accumulation_steps=A, shard=False
-    )
+    return config, model, FlatEngine(model, initial, process=ALONE, gradient_accumulation_steps=A, shard=False)
 
 
 def batches():
@@ -95,7 +95,7 @@ def test_one_step_is_clip_grad_norm_and_adamw(clip):
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip or float("inf"))
         plain_optimizer.step()
         torch.testing.assert_close(grad_norm, norm, rtol=1e-5, atol=0)
-    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters()):
+    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         # Adam divides by a gradient's own size: rounding of the smallest ones is what the tolerance allows for
         torch.testing.assert_close(parameter, expected, rtol=1e-3, atol=3e-4, msg=name)
 
@@ -162,13 +162,14 @@ def test_a_parameter_without_gradient_is_an_error_not_a_stale_gradient():
     model.final_norm.forward = lambda hidden: torch.nn.functional.rms_norm(hidden, hidden.shape[-1:])
     step = TrainStep(model, engine, Optimizer(engine, config.optimizer, process=ALONE, scale_loss=False))
     assert unused.requires_grad
-    with pytest.raises(RuntimeError, match="no gradient reached.*final_norm"):
+    with pytest.raises(RuntimeError, match=r"no gradient reached.*final_norm"):
         step.forward_backward(*batches())
 
 
 def test_gradient_statistics_are_those_before_clipping():
     config, model, engine = model_and_engine()
-    optimizer = Optimizer(engine, config.optimizer.model_copy(update={"grad_clip": 0.01}), process=ALONE, scale_loss=False)
+    options = config.optimizer.model_copy(update={"grad_clip": 0.01})
+    optimizer = Optimizer(engine, options, process=ALONE, scale_loss=False)
     optimizer.set_learning_rate(0.01)
     inputs, labels = batches()
     expected = autograd_gradients(config, inputs, labels)
@@ -193,4 +194,4 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine():
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert rates[8] == pytest.approx(0.55)
     assert rates[12:] == [0.1, 0.1, 0.1]
-    assert all(left > right for left, right in zip(rates[4:12], rates[5:13]))
+    assert all(left > right for left, right in itertools.pairwise(rates[4:13]))

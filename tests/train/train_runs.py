@@ -1,4 +1,4 @@
-"""A tiny dataset, a tiny run, and ways to start it: in this process, as the launcher does, or many in one set of ranks."""
+"""A tiny dataset, a tiny run, and ways to start it: in this process, by the launcher, or many in one set of ranks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def run_arguments(config: RunConfig, data: Path, work: Path, *extra: str) -> lis
 
 
 def environment(**variables: str) -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS), **variables}
+    paths = os.pathsep.join(filter(None, (str(SCRIPTS), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **variables}
 
 
 def start_run(config: RunConfig, data: Path, work: Path, *extra: str, script: str = "", **variables: str):

@@ -1,4 +1,4 @@
-"""The command line of a run and the files it names. No torch here: the launcher starts the ranks before it loads any."""
+"""The command line of a run and the files it names. No torch: the launcher starts the ranks before it loads any."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def save(folder: Path, step: int, position: int, state: State, log: RunLog) -> P
 
 
 def load(path: Path, state: State, log: RunLog) -> tuple[int, int]:
-    """Restore a checkpoint; returns steps done and next position. Raises ConfigError where it belongs to another run."""
+    """Restore a checkpoint; returns steps done and next position. Raises ConfigError where it is another run's."""
     check_compatible(path, state.config, log)
     process = state.process
     known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
@@ -163,7 +163,8 @@ def complete(folder: Path) -> list[Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    return (complete(folder) or [None])[-1]
+    checkpoints = complete(folder)
+    return checkpoints[-1] if checkpoints else None
 
 
 def remove(path: Path) -> None:

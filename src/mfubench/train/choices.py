@@ -40,7 +40,8 @@ class Resolved:
         for name in config.requires:
             choice = self.used[name]
             if choice.requested not in ("auto", choice.used):
-                lost.append(f"{name}: {choice.requested} was asked for, {choice.used} is what there is ({choice.reason})")
+                found = f"{choice.used} is what there is ({choice.reason})"
+                lost.append(f"{name}: {choice.requested} was asked for, {found}")
         return f"required, but not to be had here: {'; '.join(lost)}" if lost else None
 
 

@@ -12,11 +12,12 @@ Two ways to spend memory, chosen by what fits:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mfubench.model import Decoder
@@ -40,7 +41,6 @@ class FsdpEngine:
         gradient_accumulation_steps: int,
     ):
         """`model` is on the meta device, in float32; it is sharded, allocated and initialised here."""
-        self.model, self.process = model, process
         self.divisor = float(gradient_accumulation_steps)  # fully_shard itself averages over the ranks
         self.keeps_weights = weights_fit(sum(p.numel() for p in model.parameters()), dtype, process)
         mesh = init_device_mesh(process.device.type, (process.world_size,))
@@ -48,18 +48,18 @@ class FsdpEngine:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.keeps_weights)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.keeps_weights)
+        self.root: FSDPModule = fully_shard(
+            model, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.keeps_weights
+        )
         register_fsdp_forward_method(model, "generate")
         model.to_empty(device=process.device)
         model.tie_weights()
         model.build_rope_tables()
-        self.parameters: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
+        self.parameters = sharded_parameters(model)
         self.fill(model.initial_parameters(process.device))
-        # a rank may own no row of a small tensor
-        self.owned = [name for name, p in self.parameters.items() if p.to_local().numel()]
-        self.pieces = [
-            Piece(self.parameters[name].detach().to_local(), self.parameters[name].dim() >= 2) for name in self.owned
-        ]
+        local = {name: parameter.detach().to_local() for name, parameter in self.parameters.items()}
+        self.owned = [name for name in local if local[name].numel()]  # a rank may own no row of a small tensor
+        self.pieces = [Piece(local[name], decay=self.parameters[name].dim() >= 2) for name in self.owned]
 
     @torch.no_grad()
     def fill(self, initial: Iterable[tuple[str, Tensor]]) -> None:
@@ -74,9 +74,9 @@ class FsdpEngine:
             for parameter in self.parameters.values():
                 parameter.grad = None
         if self.keeps_weights:
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_reshard_after_backward(last)
-        self.model.set_is_last_backward(last)
+            self.root.set_requires_gradient_sync(last)
+            self.root.set_reshard_after_backward(last)
+        self.root.set_is_last_backward(last)
 
     def finish_backward(self) -> None:
         """fully_shard has made the stream wait already."""
@@ -102,7 +102,7 @@ class FsdpEngine:
 
     def export(self, tensors: list[Tensor]) -> dict[str, Tensor]:
         """One tensor a piece -> sharded tensors by parameter name, which share memory with them."""
-        local = dict(zip(self.owned, tensors))
+        local = dict(zip(self.owned, tensors, strict=True))
         exported: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             part = local.get(name, parameter.detach().to_local())  # an empty part is as good as any other
@@ -121,6 +121,11 @@ class FsdpEngine:
 
     def take(self, tensors: list[Tensor], loaded: dict[str, Tensor]) -> None:
         """Nothing to do: `targets` shares memory with the pieces."""
+
+
+def sharded_parameters(model: Decoder) -> dict[str, Any]:
+    """Parameters by name: DTensors, though typed as the plain parameters they were made of."""
+    return dict(model.named_parameters())
 
 
 def weights_fit(parameters: int, dtype: torch.dtype, process: Process) -> bool:

@@ -22,9 +22,11 @@ class GradientMeter:
     def __init__(self, engine: Engine, optimizer: Optimizer, process: Process):
         self.engine, self.optimizer, self.process = engine, optimizer, process
         fragments = list(engine.fragments())
-        names = process.gather([fragment.name for fragment in fragments]) if engine.sharded else [
-            [fragment.name for fragment in fragments]
-        ]
+        names = (
+            process.gather([fragment.name for fragment in fragments])
+            if engine.sharded
+            else [[fragment.name for fragment in fragments]]
+        )
         self.layers = sorted({layer_of(name) for part in names for name in part}, key=natural)
         self.parts = [(self.layers.index(layer_of(fragment.name)), fragment) for fragment in fragments]
         self.pending: list[tuple[int, Tensor]] = []
@@ -40,7 +42,9 @@ class GradientMeter:
         largest = torch.zeros(len(self.layers), device=self.process.device)
         for layer, fragment in self.parts:
             gradient = gradients[fragment.piece].view(-1)[fragment.piece_start :][: fragment.length]
-            sums[layer] += torch.stack((torch.tensor(float(fragment.length)).to(gradient), gradient.sum(), gradient.square().sum()))
+            sums[layer, 0] += fragment.length
+            sums[layer, 1] += gradient.sum()
+            sums[layer, 2] += gradient.square().sum()
             largest[layer] = torch.maximum(largest[layer], gradient.abs().max())
         if self.engine.sharded:
             self.process.sum_(sums)
@@ -53,8 +57,8 @@ class GradientMeter:
         """Read out what was measured since the last call."""
         records = []
         for step, values in self.pending:
-            rows = zip(self.layers, values.tolist())
-            layers = {layer: dict(zip(("mean", "max", "std"), row)) for layer, row in rows}
+            rows = zip(self.layers, values.tolist(), strict=True)
+            layers = {layer: dict(zip(("mean", "max", "std"), row, strict=True)) for layer, row in rows}
             records.append(GradientStatistics(step=step, layers=layers))
         self.pending.clear()
         return records

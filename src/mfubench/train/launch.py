@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from types import FrameType
 
 from mfubench.banner import banner
@@ -78,7 +77,7 @@ def prepare_folders(paths: Paths) -> None:
             probe.write_bytes(b"\0" * 4096)
             probe.unlink()
         except OSError as error:
-            raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); the run's results go there") from None
+            raise ConfigError(f"{folder}: cannot be written to ({error.strerror}), but results go there") from None
     stale = [paths.output, paths.failure, paths.stopped, paths.partial, paths.live, stop_file(paths.work)]
     for path in [*stale, *ranks_folder(paths.work).glob("failure-*.json")]:
         path.unlink(missing_ok=True)

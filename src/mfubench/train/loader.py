@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -60,8 +60,8 @@ class SequenceOrder:
         return (left << half) | right
 
 
-def mix(values: np.ndarray | np.uint64) -> np.ndarray:
-    """Scramble 64 bits (the finaliser of SplitMix64: Steele, Lea, Flood, 2014)."""
+def mix(values: Any) -> Any:
+    """Scramble uint64 values (the finaliser of SplitMix64: Steele, Lea, Flood, 2014)."""
     values = np.atleast_1d(values) + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -79,7 +79,7 @@ def sample_telemetry(paths: Paths, process: Process) -> AbstractContextManager[S
 
 
 def stream_of_the_run(resolved: Resolved) -> AbstractContextManager[object]:
-    """A graph is captured on a stream that is not the default one: all work is on it, so that none waits for another."""
+    """A graph is captured on a stream that is not the default one: all work is on it, so that none waits."""
     return torch.cuda.stream(torch.cuda.Stream()) if resolved.is_on("cuda_graphs") else nullcontext()
 
 

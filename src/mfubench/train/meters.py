@@ -15,6 +15,7 @@ from typing import Literal
 
 import psutil
 import torch
+import torch._dynamo.utils
 from torch import Tensor
 
 from mfubench.config import RunConfig
@@ -45,9 +46,9 @@ class Clock:
 
     def seconds(self, before: Mark, after: Mark) -> float:
         """Time between two marks that the device has passed."""
-        if isinstance(before, torch.cuda.Event):
-            return before.elapsed_time(after) / 1000  # milliseconds
-        return after - before  # type: ignore[operator]
+        if isinstance(before, float) and isinstance(after, float):
+            return after - before
+        return before.elapsed_time(after) / 1000  # type: ignore[union-attr,arg-type]  # milliseconds
 
 
 @dataclass
@@ -71,15 +72,15 @@ class Recorder:
         self.clock = Clock(process.on_cuda)
         self.rank_times: list[float] = []  # of this rank, position by position as log.steps
         self.pending: list[PendingStep] = []
-        self.last_mark: Mark = self.clock.mark()
         self.tokens_here = 0  # trained on since this process started, over all ranks
         self.training_s = 0.0
         self.stepped = 0  # steps launched by this process
-        self.graphs_compiled = 0
+        self.begin()
         self.intervals: list[tuple[float, float]] = []  # of measured steps, (start, end) in unix seconds
 
     def begin(self) -> None:
-        """The next step starts now."""
+        """The next step starts now; what was compiled before it is not its own."""
+        self.graphs_compiled = graphs_compiled()
         self.last_mark = self.clock.mark()
 
     def add(self, step: int, loss: Tensor, grad_norm: Tensor, data_time_s: float, learning_rate: float) -> None:
@@ -93,9 +94,8 @@ class Recorder:
 
     def phase_of_step(self) -> StepPhase:
         """What the step just launched counts as. One that compiled something is never measured, whenever it comes."""
-        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        if compiled != self.graphs_compiled:
-            self.graphs_compiled = compiled
+        before, self.graphs_compiled = self.graphs_compiled, graphs_compiled()
+        if self.graphs_compiled != before:
             return "compile"
         return "warmup" if self.stepped <= self.config.measurement.warmup_steps else "measured"
 
@@ -119,7 +119,7 @@ class Recorder:
         values = torch.stack([pending.values for pending in self.pending])  # [steps, 2]
         losses = self.process.sum_(values[:, 0].contiguous()) / self.process.world_size
         steps = []
-        for pending, loss, grad_norm in zip(self.pending, losses.tolist(), values[:, 1].tolist()):
+        for pending, loss, grad_norm in zip(self.pending, losses.tolist(), values[:, 1].tolist(), strict=True):
             seconds = self.clock.seconds(pending.before, pending.after)
             self.rank_times.append(seconds)
             if pending.phase == "measured":
@@ -151,6 +151,11 @@ class Recorder:
         self.clock.synchronize()
         self.add_phase(kind, after_step, time.perf_counter() - t0)
         self.begin()
+
+
+def graphs_compiled() -> int:
+    """Graphs that torch.compile has made in this process so far."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def memory_of(process: Process) -> RankMemory:

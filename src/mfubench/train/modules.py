@@ -40,7 +40,7 @@ def checkpoint_activations(model: Decoder, kind: str) -> None:
 
 
 def checkpointed(forward: Callable[..., Any], context: Callable[[], Any] | None) -> Callable[..., Any]:
-    options = {"context_fn": context} if context is not None else {}
+    options: dict[str, Any] = {"context_fn": context} if context is not None else {}
 
     def run(*arguments: Any) -> Any:
         return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **options)

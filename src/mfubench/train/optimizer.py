@@ -82,17 +82,14 @@ class Optimizer:
         grad_norm = self.global_norm(gradients) / divisor
         if self.config.grad_clip > 0:
             self.clip.copy_((self.config.grad_clip / (grad_norm + 1e-6)).clamp(max=1.0))
-        self.adamw.grad_scale = divisor / self.clip
-        self.adamw.found_inf = None
-        if self.scales_loss:
-            self.adamw.found_inf = (~grad_norm.isfinite()).float()
-        for piece, gradient in zip(self.engine.pieces, gradients):
+        # where torch.amp.GradScaler leaves them for a fused optimizer
+        found_inf = (~grad_norm.isfinite()).float() if self.scales_loss else None
+        self.adamw.grad_scale, self.adamw.found_inf = divisor / self.clip, found_inf  # type: ignore[attr-defined]
+        for piece, gradient in zip(self.engine.pieces, gradients, strict=True):
             piece.master.grad = gradient
         self.adamw.step()
-        if self.scales_loss:
-            torch._amp_update_scale_(
-                self.scale, self.growth_tracker, self.adamw.found_inf, GROWTH, BACKOFF, GROWTH_INTERVAL
-            )
+        if found_inf is not None:
+            torch._amp_update_scale_(self.scale, self.growth_tracker, found_inf, GROWTH, BACKOFF, GROWTH_INTERVAL)
         return grad_norm
 
     def global_norm(self, gradients: list[Tensor]) -> Tensor:

@@ -229,7 +229,7 @@ class FlatEngine:
             self.compute.copy_(self.masters)
             return
         works = []
-        for piece, bucket in zip(self.pieces, self.buckets):
+        for piece, bucket in zip(self.pieces, self.buckets, strict=True):
             start, end = self.owned_range(bucket)
             if self.masters is not self.compute:
                 self.compute[start:end].copy_(piece.master)
@@ -241,7 +241,7 @@ class FlatEngine:
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def export(self, tensors: list[Tensor]) -> dict[str, Tensor]:
-        """What this rank writes of one tensor a piece: whole parameters, each owned by one rank (zero1: on the host)."""
+        """What this rank writes of one tensor a piece: whole parameters, each of one rank (zero1: on the host)."""
         exported = {}
         for index, bucket in enumerate(self.buckets):
             whole = tensors[index]

@@ -88,7 +88,9 @@ def start_process(config: RunConfig, timeout_s: float) -> Process:
     if world_size > 1:
         timeout = timedelta(seconds=timeout_s)
         store = meet(rank, timeout)
-        places = {"rank": rank, "world_size": world_size, "store": store} if store is not None else {}
+        places: dict[str, Any] = {}
+        if store is not None:
+            places = {"rank": rank, "world_size": world_size, "store": store}
         if device.type == "cuda":
             dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout, **places)
             _host_group = dist.new_group(backend="gloo", timeout=timeout)

@@ -26,7 +26,9 @@ def palm_mfu_of(log: RunLog) -> float | None:
     return mfu(1.0, flops_per_token(terms, "palm"), peak.tflops)
 
 
-def live_values(log: RunLog, memory: RankMemory, allocated_gib: float | None, mfu_factor: float | None) -> dict[str, Any]:
+def live_values(
+    log: RunLog, memory: RankMemory, allocated_gib: float | None, mfu_factor: float | None
+) -> dict[str, Any]:
     """The last step of a run, as a flat record: units in the keys."""
     config = log.config
     last = log.steps[-1]

@@ -41,7 +41,7 @@ def rank_environment(config: RunConfig, work: Path, local_rank: int) -> dict[str
 
 
 def rendezvous_file(config: RunConfig, work: Path) -> Path:
-    """Where rank 0 writes its address. Several nodes share it (WORK is on a shared file system) and no earlier run's."""
+    """Where rank 0 writes its address. Several nodes share it (and WORK's file system), earlier runs do not."""
     step = os.environ.get("SLURM_STEP_ID", "0")
     token = f"{os.environ['SLURM_JOB_ID']}-{step}" if config.nnodes > 1 and "SLURM_JOB_ID" in os.environ else "local"
     return ranks_folder(work) / f"rendezvous-{token}"

@@ -43,8 +43,8 @@ def inductor_cache(config: RunConfig, resolved: Resolved) -> Path:
     """
     root = Path(os.environ.get("MFUBENCH_CACHE") or Path.home() / ".cache" / "mfubench")
     choices = {name: resolved.used[name].used for name in ("attention", "compile", "loss", "dtype", "tf32", "fp8")}
-    settings = (choices, config.compile_mode, config.compile_backend, config.activation_checkpointing, torch.__version__)
-    return root / "inductor" / hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+    compiler = (config.compile_mode, config.compile_backend, config.activation_checkpointing, torch.__version__)
+    return root / "inductor" / hashlib.sha256(repr((choices, compiler)).encode()).hexdigest()[:16]
 
 
 def cap_memory(gib: float, process: Process) -> None:

@@ -19,15 +19,15 @@ class TensorBoard:
     def __init__(self, config: RunConfig, folder: Path):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
-        self.writer.add_text("config", f"```\n{config.to_json()}\n```")  # type: ignore[no-untyped-call]
+        self.writer = SummaryWriter(str(folder / "tensorboard"))
+        self.writer.add_text("config", f"```\n{config.to_json()}\n```")
 
     def log(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self.writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self.writer.close()  # type: ignore[no-untyped-call]
+        self.writer.close()
 
 
 class WeightsAndBiases:

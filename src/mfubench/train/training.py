@@ -87,17 +87,19 @@ def prepare_measurement(training: Training, step: TrainStep, inputs: Tensor, lab
     """
     process, recorder, measurement = training.process, training.recorder, training.config.measurement
     done = training.first_step + 1
+
+    def once() -> None:
+        step.forward_backward(inputs[:1], labels[:1])
+
     if measurement.profile:
         with recorder.phase("profile", done):
             if process.is_main:
-                training.log.kernels = profile_kernels(
-                    lambda: step.forward_backward(inputs[:1], labels[:1]), process.device
-                )
+                training.log.kernels = profile_kernels(once, process.device)
                 used = training.resolved.used["attention"].used
                 if (mismatch := kernels_match(used, training.log.kernels, process.device)) is not None:
                     raise RuntimeError(mismatch)
             else:
-                step.forward_backward(inputs[:1], labels[:1])
+                once()
     if measurement.preheat_s > 0:
         with recorder.phase("preheat", done):
             t0 = time.perf_counter()
@@ -125,9 +127,7 @@ def save_now(training: Training, done: int) -> Path:
     training.watchdog.beat(START_FACTOR)
     with training.recorder.phase("checkpoint", done):
         training.log.rank_step_times_s = training.process.gather(training.recorder.rank_times)
-        return checkpoint.save(
-            training.paths.checkpoints, done, training.position, training.state, training.log
-        )
+        return checkpoint.save(training.paths.checkpoints, done, training.position, training.state, training.log)
 
 
 def finish(training: Training, sampler: Sampler | None) -> None:

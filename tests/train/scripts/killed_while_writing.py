@@ -1,20 +1,24 @@
-"""A worker that is killed in the middle of writing the checkpoint after KILL_AT steps, by rank KILL_RANK."""
+"""A worker that is killed in the middle of writing the checkpoint after KILL_AT steps, in rank KILL_RANK: its tensors
+are on the disk, what makes them a checkpoint is not."""
 
 import os
 import signal
 import sys
 
-from mfubench.train import checkpoint, worker
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-dcp_save = checkpoint.dcp.save
+from mfubench.train import worker
+
+write_data = FileSystemWriter.write_data
 
 
-def save(state, *, checkpoint_id, **options):
-    result = dcp_save(state, checkpoint_id=checkpoint_id, **options)
-    if checkpoint_id.name == f".writing-{int(os.environ['KILL_AT']):06d}" and os.environ["RANK"] == os.environ["KILL_RANK"]:
+def planted(self, plan, planner):
+    result = write_data(self, plan, planner)
+    at, rank = f".writing-{int(os.environ['KILL_AT']):06d}", os.environ["KILL_RANK"]
+    if at in str(self.path) and os.environ["RANK"] == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 
 
-checkpoint.dcp.save = save
+FileSystemWriter.write_data = planted
 sys.exit(worker.main())
