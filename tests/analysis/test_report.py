@@ -209,12 +209,21 @@ def test_a_diverged_run_is_shown_as_a_result(changed_study: Path):
 
 
 def test_runs_that_ended_before_they_began_are_shown(changed_study: Path):
-    """Skipped before the model was built: no steps, no memory, nothing used."""
-    empty = {"steps": [], "rank_step_times_s": [], "memory": [], "used": {}, "parameters": None, "flop_terms": None}
+    """Skipped before the model was built: no steps, no memory, no model."""
+    empty = {"steps": [], "rank_step_times_s": [], "memory": [], "parameters": None, "flop_terms": None}
     changes = {**empty, "status": "skipped", "reason": "CUDA graphs are not to be had here", "wall": None}
     log = make_gpu_log("tiers/tier3", 1).model_copy(update={**changes, "evaluations": [], "kernels": None})
     write_run_log(changed_study / "runs" / "tiers" / "tier3.json", log)
     assert "CUDA graphs are not to be had here" in page_of(changed_study).words
+
+
+def test_a_run_that_only_evaluates_has_its_row(changed_study: Path):
+    log = make_gpu_log("training/pretrain", 1)
+    config = log.config.model_copy(update={"name": "training/evaluate"})
+    changes = {"name": config.name, "config": config, "steps": [], "rank_step_times_s": [], "wall": None}
+    write_run_log(changed_study / "runs" / "training" / "evaluate.json", log.model_copy(update=changes))
+    words = " ".join(page_of(changed_study).words.split())
+    assert re.search(r"training/evaluate ?0 ?– ?– ?3\.\d\d\d", words)
 
 
 def test_inline_text_is_escaped():

@@ -12,6 +12,7 @@ from mfubench.analysis.figures import effects, ladder, loss, memory, mfu_over_ti
 from mfubench.analysis.figures.effects import no_difference_band
 from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
+from mfubench.analysis.measures import Measures
 from mfubench.analysis.report.blocks import Block, Figure, Section, Table, Text
 from mfubench.analysis.report.expectation_sections import MARKS
 from mfubench.analysis.units import (
@@ -139,22 +140,26 @@ def memory_section(found: Findings) -> Section:
 
 
 def loss_section(found: Findings) -> Section:
+    """Runs of the stage training, those too that only evaluated a checkpoint."""
     rows = [
-        [
-            f"`{name}`",
-            str(len(judged.log.steps)),
-            f"{judged.log.steps[0].loss:.3f}" if judged.log.steps and judged.log.steps[0].loss else "–",
-            f"{judged.final_loss:.3f}" if judged.final_loss is not None else "not finite",
-            held_out_loss(judged.log.evaluations),
-        ]
+        loss_row(name, judged)
         for name, judged in found.measures.items()
-        if judged.log.config.stage == "training" and judged.log.steps
+        if judged.log.config.stage == "training" and (judged.log.steps or judged.log.evaluations)
     ]
     blocks: list[Block] = [Figure("loss", "Loss and gradient norm by optimizer step.", loss.draw)]
     if rows:
         columns = ["run|", "steps", "first loss", "final loss (median of 20 steps)", "held-out loss at the end"]
         blocks.append(Table(columns, rows, "Nats per token"))
     return Section("loss", "Loss and gradients", blocks)
+
+
+def loss_row(name: str, judged: Measures) -> list[str]:
+    steps = judged.log.steps
+    first = final = "–"
+    if steps:
+        first = f"{steps[0].loss:.3f}" if steps[0].loss is not None else "not finite"
+        final = f"{judged.final_loss:.3f}" if judged.final_loss is not None else "not finite"
+    return [f"`{name}`", str(len(steps)), first, final, held_out_loss(judged.log.evaluations)]
 
 
 def held_out_loss(evaluations: Sequence[Evaluation]) -> str:
