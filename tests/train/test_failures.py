@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
-from train.train_runs import finish_run, run, run_arguments, run_here, start_run, tiny_config, write_dataset
+from train.train_runs import (
+    environment,
+    finish_run,
+    run,
+    run_arguments,
+    run_here,
+    start_run,
+    tiny_config,
+    write_dataset,
+)
 
 from mfubench.run_log import read_run_log
 from mfubench.train import failures
 from mfubench.train.launch import main
 
+# The launcher in one process with its rank, whose data stop coming
+HANG = """
+import sys, time
+from mfubench.train import launch, loader
+def prefetch(self):
+    time.sleep(3600)
+loader.Batches.prefetch = prefetch
+sys.exit(launch.main(sys.argv[1:]))
+"""
 TWO_RANKS = {"world_size": 2, "micro_batch_size": 4}
 
 
@@ -67,6 +87,15 @@ def test_a_hung_collective_ends_with_the_stacks_of_all_ranks(data, tmp_path):
     assert len(record["stacks"]) == 2
     assert "planted.py" in stacks[1]  # where rank 1 sleeps
     assert "forward_backward" in stacks[0] or "maximum" in stacks[0]  # where rank 0 waits for it
+
+
+@pytest.mark.slow
+def test_a_hang_of_a_single_process_leaves_a_record(data, tmp_path):
+    command = [sys.executable, "-c", HANG, *run_arguments(tiny_config(), data, tmp_path)]
+    process = subprocess.run(command, env=environment(MFUBENCH_TIMEOUT_S="2"), timeout=120, check=False)
+    assert process.returncode == 1
+    assert failure(tmp_path)["kind"] == "hang"
+    assert "prefetch" in failure(tmp_path)["traceback"]
 
 
 def test_a_loss_that_is_not_finite_ends_with_status_diverged_and_the_step(data, tmp_path):

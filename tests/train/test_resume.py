@@ -201,3 +201,9 @@ def test_evaluation_only_needs_and_uses_a_checkpoint(data, tmp_path):
     assert log.evaluations[-1].loss == trained.evaluations[-1].loss
     assert log.wall.training_tokens == 0
     assert read_run_log(tmp_path / "run.json").steps == trained.steps
+
+
+def test_a_complete_run_is_not_passed_off_as_one_with_other_settings(data, tmp_path):
+    run_here(tiny_config(max_iters=3, checkpoint={"at_end": True}), data, tmp_path)
+    with pytest.raises(AssertionError, match="all 3 steps are done, but with other settings"):
+        run_here(tiny_config(max_iters=3, gradient_accumulation_steps=2, micro_batch_size=4), data, tmp_path)

@@ -32,8 +32,10 @@ from mfubench.train.process import Process, host_group
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 BYTES_A_PARAMETER = 12  # three float32 tensors
 HISTORY = ("steps", "rank_step_times_s", "phases", "evaluations", "gradient_statistics", "resumes")
-# What must not change between a checkpoint and the run that goes on from it: weights' shapes and the order of the data
-FIXED = ("model", "dataset", "seq_len", "seed")
+# What must not change between a checkpoint and the run that goes on from it: shapes, order of the data, schedule
+FIXED = ("model", "dataset", "seq_len", "seed", "optimizer")
+# What may change even after the last step: it does not concern the weights
+BESIDE = {"name", "repeat", "evaluation", "checkpoint", "measurement", "sample_tokens", "requires"}
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,12 @@ def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
         raise ConfigError(
             f"{path}: is a checkpoint of another run than this one:\n" + "\n".join(differences) + "\n"
             "Go on with the settings it was made with, or start anew with --resume never."
+        )
+    done = int(path.name.removeprefix("step-"))
+    if done >= config.max_iters and saved.model_dump(exclude=BESIDE) != config.model_dump(exclude=BESIDE):
+        raise ConfigError(
+            f"{path}: all {config.max_iters} steps are done, but with other settings than this run's; what it would "
+            "report is not what was run. Start anew with --resume never."
         )
 
 

@@ -27,6 +27,10 @@ class Resolved:
     attention: Function
     loss: Function
 
+    def fall_back(self, name: str, used: str, reason: str) -> None:
+        """Note that a setting turned out not to be had, after it was chosen."""
+        self.used[name] = Choice(requested=self.used[name].requested, used=used, reason=reason)
+
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.used["dtype"].used]

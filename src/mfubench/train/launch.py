@@ -36,13 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch(arguments: argparse.Namespace, argv: Sequence[str], worker: Sequence[str] = WORKER) -> int:
     """Run the ranks of this node to their end; `worker` is what Python is told to run as a rank."""
-    paths = paths_of(arguments)
     try:
-        config = read_config(arguments.config)
-        prepare_folders(paths)
+        return launch_checked(read_config(arguments.config), paths_of(arguments), arguments, argv, worker)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def launch_checked(
+    config: RunConfig, paths: Paths, arguments: argparse.Namespace, argv: Sequence[str], worker: Sequence[str]
+) -> int:
+    prepare_folders(paths)
     if node_rank() == 0:
         print(describe_run(config), file=sys.stderr)
     display = Display(config)
@@ -50,10 +54,13 @@ def launch(arguments: argparse.Namespace, argv: Sequence[str], worker: Sequence[
     if config.world_size == 1 and config.memory_cap_gib is None and worker == WORKER:
         from mfubench.train.worker import run_rank  # loads torch, which the launcher of several ranks does not need
 
-        run_rank(arguments, display)
+        run_rank(arguments, display, last_words=lambda: conclude(paths))
+        ended_well = True
     else:
-        run_ranks(config, paths, [*worker, *argv], display)
+        ended_well = run_ranks(config, paths, [*worker, *argv], display)
     display.close()
+    if node_rank() > 0:  # rank 0's node knows how the run ended, and writes it down
+        return int(not ended_well)
     return conclude(paths)
 
 
@@ -70,7 +77,7 @@ def describe_run(config: RunConfig) -> str:
 
 def prepare_folders(paths: Paths) -> None:
     """Make the folders, remove what an earlier attempt left. Raises ConfigError where nothing can be written."""
-    for folder in (ranks_folder(paths.work), paths.output.parent):
+    for folder in (ranks_folder(paths.work), paths.output.parent):  # of every node: the disk may be its own
         try:
             folder.mkdir(parents=True, exist_ok=True)
             probe = folder / f".probe-{os.getpid()}"
@@ -78,13 +85,18 @@ def prepare_folders(paths: Paths) -> None:
             probe.unlink()
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be written to ({error.strerror}), but results go there") from None
+    if node_rank() > 0:
+        return
     stale = [paths.output, paths.failure, paths.stopped, paths.partial, paths.live, stop_file(paths.work)]
     for path in [*stale, *ranks_folder(paths.work).glob("failure-*.json")]:
         path.unlink(missing_ok=True)
 
 
-def run_ranks(config: RunConfig, paths: Paths, command: Sequence[str], display: Display) -> None:
-    """Start this node's ranks as processes and wait for them; signals become the wish to stop."""
+def run_ranks(config: RunConfig, paths: Paths, command: Sequence[str], display: Display) -> bool:
+    """Start this node's ranks as processes and wait for them; signals become the wish to stop.
+
+    Returns whether all of them ended in order.
+    """
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
         stop_file(paths.work).touch()
@@ -99,6 +111,7 @@ def run_ranks(config: RunConfig, paths: Paths, command: Sequence[str], display: 
         ranks.kill()
         for number, handler in previous.items():
             signal.signal(number, handler)
+    return ranks.failed_at is None
 
 
 def conclude(paths: Paths) -> int:

@@ -24,8 +24,8 @@ from mfubench.train.process import Process
 from mfubench.train.progress import Display
 from mfubench.train.reporter import Reporter
 from mfubench.train.setup import set_flags
-from mfubench.train.step import GraphedStep, StepFunction, TrainStep
-from mfubench.train.training import Training, build, evaluate_now, finish, prepare_measurement, save_now
+from mfubench.train.step import StepFunction, TrainStep
+from mfubench.train.training import Skip, Training, build, capture, evaluate_now, finish, prepare_measurement, save_now
 from mfubench.train.watchdog import Watchdog
 
 
@@ -65,7 +65,10 @@ def train(
             evaluate_now(training, training.first_step)
             log.status, log.reason = "ok", None
         else:
-            run_steps(training, Reporter(paths, log, process, display))
+            try:
+                run_steps(training, Reporter(paths, log, process, display))
+            except Skip as skip:
+                log.status, log.reason = "skipped", str(skip)
         finish(training, sampler)
     return log
 
@@ -113,8 +116,7 @@ def run_steps(training: Training, reporter: Reporter) -> None:
         if step == first_step:
             prepare_measurement(training, eager_step, inputs, labels)
             if training.resolved.is_on("cuda_graphs"):
-                with recorder.phase("setup", done):
-                    take_step = GraphedStep(eager_step, inputs, labels)
+                take_step = capture(training, eager_step, inputs, labels)
         if measurement.gradient_interval and step % measurement.gradient_interval == 0:
             with recorder.phase("logging", done):
                 gradients.measure(step)

@@ -189,6 +189,7 @@ class FlatEngine:
         self.first, self.last = first, last
         if last:
             self.sent = 0
+            self.works.clear()  # of a step that was broken off
             for bucket in self.buckets:
                 bucket.missing = len(bucket.slots)
 

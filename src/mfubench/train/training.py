@@ -21,13 +21,18 @@ from mfubench.train import checkpoint
 from mfubench.train.arguments import Paths
 from mfubench.train.choices import Resolved
 from mfubench.train.evaluation import evaluate, sample
+from mfubench.train.failures import classify
 from mfubench.train.meters import Recorder, memory_of
 from mfubench.train.optimizer import Optimizer
 from mfubench.train.parallel import Engine
 from mfubench.train.process import Process
 from mfubench.train.setup import build_engine, count_parameters, open_data, run_flop_terms
-from mfubench.train.step import TrainStep
+from mfubench.train.step import GraphedStep, StepFunction, TrainStep
 from mfubench.train.watchdog import START_FACTOR, Watchdog
+
+
+class Skip(Exception):
+    """A required setting turned out not to be had here."""
 
 
 @dataclass
@@ -112,6 +117,28 @@ def prepare_measurement(training: Training, step: TrainStep, inputs: Tensor, lab
                 hot = process.maximum([int(seconds >= measurement.preheat_s)]) == [1]
 
 
+def capture(training: Training, step: TrainStep, inputs: Tensor, labels: Tensor) -> StepFunction:
+    """The step as a CUDA graph or, where some rank cannot capture it, as it is. Collective.
+
+    Raises Skip where the run requires graphs.
+    """
+    graphed, problem = None, None
+    with training.recorder.phase("setup", training.first_step + 1):
+        try:
+            graphed = GraphedStep(step, inputs, labels)
+        except RuntimeError as error:
+            if classify(error) == "oom":
+                raise
+            problem = f"the capture failed: {str(error).splitlines()[0]}"
+        failed = training.process.maximum([int(graphed is None)]) == [1]
+    if graphed is not None and not failed:
+        return graphed
+    training.resolved.fall_back("cuda_graphs", "false", problem or "the capture failed on another rank")
+    if (reason := training.resolved.missing(training.config)) is not None:
+        raise Skip(reason)
+    return step
+
+
 def evaluate_now(training: Training, done: int) -> None:
     """Loss on the validation tokens after `done` steps."""
     assert training.val_tokens is not None  # open_data has seen to it
@@ -133,6 +160,7 @@ def save_now(training: Training, done: int) -> Path:
 def finish(training: Training, sampler: Sampler | None) -> None:
     """Complete the run log. Collective; rank 0 has the sampler."""
     log, process, recorder = training.log, training.process, training.recorder
+    log.used = training.resolved.used  # a choice may have fallen back since the log was begun
     if training.config.sample_tokens and log.status == "ok":
         training.watchdog.beat(START_FACTOR)
         with recorder.phase("sample", training.config.max_iters):

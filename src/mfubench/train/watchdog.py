@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -21,16 +22,16 @@ START_FACTOR = 6  # the first step compiles and warms up: it may take so many ti
 class Watchdog:
     """Watches over one rank from a daemon thread. `stop_requested` is to be looked at between steps."""
 
-    def __init__(self, work: Path, rank: int, timeout_s: float):
-        self.work, self.rank, self.timeout_s = work, rank, timeout_s
+    def __init__(self, work: Path, rank: int, timeout_s: float, last_words: Callable[[], object] | None = None):
+        """`last_words` is called before this thread ends the process: by a launcher that shares it."""
+        self.work, self.rank, self.timeout_s, self.last_words = work, rank, timeout_s, last_words
         self.launcher = int(os.environ.get("MFUBENCH_LAUNCHER", os.getpid()))
         self.stop_requested = False
         self.over = threading.Event()
         self.deadline = float("inf")
         self.stacks = open(ranks_folder(work) / f"stacks-{rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
         self.beat(START_FACTOR)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.on_signal)
+        self.previous = {number: signal.signal(number, self.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
         self.thread.start()
 
@@ -50,6 +51,8 @@ class Watchdog:
         self.over.set()
         faulthandler.cancel_dump_traceback_later()
         self.thread.join()
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
         self.stacks.close()
 
     def watch(self) -> None:
@@ -81,6 +84,8 @@ class Watchdog:
     def end(self, reason: str) -> None:
         """End the process from this thread: the main thread may never come back."""
         print(reason, file=sys.stderr, flush=True)
+        if self.last_words is not None:
+            self.last_words()
         os._exit(1)
 
 

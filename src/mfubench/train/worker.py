@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mfubench.config import ConfigError
 from mfubench.run_log import write_json, write_run_log
@@ -19,7 +19,9 @@ from mfubench.train.progress import Display
 from mfubench.train.watchdog import Watchdog
 
 
-def run_rank(arguments: argparse.Namespace, display: Display | None = None) -> int:
+def run_rank(
+    arguments: argparse.Namespace, display: Display | None = None, last_words: Callable[[], object] | None = None
+) -> int:
     """Train as the rank that the environment names; 0, or 1 with a record of the failure in WORK/ranks."""
     config = read_config(arguments.config)
     paths = paths_of(arguments)
@@ -30,7 +32,7 @@ def run_rank(arguments: argparse.Namespace, display: Display | None = None) -> i
     # a checkpoint of one process is meant to be one of one process
     warnings.filterwarnings("ignore", message=".*in a single process.*", category=UserWarning)
     ranks_folder(paths.work).mkdir(parents=True, exist_ok=True)
-    watchdog = Watchdog(paths.work, rank, timeout_s)
+    watchdog = Watchdog(paths.work, rank, timeout_s, last_words)
     try:
         # collectives time out later than the watchdog, which can say more
         process = start_process(config, 2 * timeout_s + 60)

@@ -1,0 +1,170 @@
+"""What is used instead of what was asked for, with its reason; and the state that follows from it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import types
+
+import pytest
+import torch
+from train.train_runs import losses, run_here, tiny_config
+
+from mfubench.config import ConfigError
+from mfubench.run_log import Step
+from mfubench.train import choices, loop, training
+from mfubench.train.choices import resolve
+from mfubench.train.optimizer import Optimizer
+from mfubench.train.process import Process, choose_device
+from mfubench.train.setup import build_engine, inductor_cache
+from mfubench.train.step import TrainStep
+from mfubench.train.trackers import log_steps, open_trackers
+
+ALONE = Process(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
+
+
+def test_every_fallback_has_its_reason():
+    used = resolve(tiny_config(cuda_graphs=True, tf32=True, fp8=False, parallelism="zero1"), ALONE).used
+    for name, reason in (
+        ("cuda_graphs", "a CPU has no CUDA graphs"),
+        ("tf32", "a CPU has no TF32"),
+        ("parallelism", "one process"),
+    ):
+        assert used[name].used in ("false", "none")
+        assert used[name].reason == reason
+    assert used["fp8"].reason is None  # was not asked for
+    fp8 = resolve(tiny_config(dtype="bfloat16", fp8=True), ALONE).used["fp8"]
+    assert (fp8.requested, fp8.used) == ("true", "false")
+    assert "8.9" in fp8.reason
+
+
+def test_compile_without_a_compiler_falls_back_and_says_so(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    choice = resolve(tiny_config(compile="block"), ALONE).used["compile"]
+    assert choice.used == "none"
+    assert "C++ compiler" in choice.reason
+    eager = resolve(tiny_config(compile="block", compile_backend="aot_eager"), ALONE).used["compile"]
+    assert eager.used == "block"
+
+
+def test_graphs_that_cannot_be_captured_fall_back_or_skip(monkeypatch, data, tmp_path):
+    def as_on_a_card(config, device, parallelism):
+        return choices.switch(config.cuda_graphs, None)
+
+    def fail(step, inputs, labels):
+        step.forward_backward(inputs, labels)
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(choices, "resolve_cuda_graphs", as_on_a_card)
+    monkeypatch.setattr(loop, "stream_of_the_run", lambda resolved: contextlib.nullcontext())
+    monkeypatch.setattr(training, "GraphedStep", fail)
+    eager = run_here(tiny_config(max_iters=6), data, tmp_path / "eager")
+    log = run_here(tiny_config(max_iters=6, cuda_graphs=True), data, tmp_path / "graphs")
+    assert log.used["cuda_graphs"].used == "false"
+    assert log.used["cuda_graphs"].reason.endswith("operation not permitted when stream is capturing")
+    assert losses(log) == losses(eager)
+    skipped = run_here(tiny_config(cuda_graphs=True, requires=("cuda_graphs",)), data, tmp_path / "skipped")
+    assert skipped.status == "skipped" and "capture failed" in skipped.reason
+
+
+def test_settings_that_change_kernels_have_compile_caches_of_their_own():
+    folders = {
+        inductor_cache(config, resolve(config, ALONE))
+        for config in (
+            tiny_config(),
+            tiny_config(attention="eager"),
+            tiny_config(dtype="bfloat16"),
+            tiny_config(loss="chunked"),
+            tiny_config(compile="block", compile_backend="aot_eager"),
+            tiny_config(compile_mode="max-autotune-no-cudagraphs"),
+        )
+    }
+    assert len(folders) == 6
+    config = tiny_config(max_iters=7, name="test/other", seed=9)
+    assert inductor_cache(config, resolve(config, ALONE)) in folders
+
+
+def test_blocks_share_compiled_graphs_however_many_there_are():
+    config = tiny_config(model={"num_hidden_layers": 12}, compile="block", compile_backend="aot_eager")
+    model, engine = build_engine(config, resolve(config, ALONE), ALONE)
+    optimizer = Optimizer(engine, config.optimizer, process=ALONE, scale_loss=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    tokens = torch.randint(97, (3, 2, 17))
+    TrainStep(model, engine, optimizer)(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert all("_orig_mod" not in name for name, _ in model.named_parameters())
+
+
+def test_a_device_that_is_not_there_is_an_error():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(ConfigError, match="torch sees no CUDA device"):
+        choose_device(tiny_config(device="cuda"), 0)
+
+
+class FakeWriter:
+    """Stands in for torch.utils.tensorboard.SummaryWriter, which needs a package of its own."""
+
+    values: list[tuple[str, float, int]] = []
+
+    def __init__(self, folder: str):
+        self.folder = folder
+
+    def add_text(self, name: str, text: str) -> None:
+        assert name == "config" and "hidden_size" in text
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.values.append((name, value, step))
+
+    def close(self) -> None:
+        self.values.append(("closed", 0.0, 0))
+
+
+def test_tensorboard_gets_every_step(monkeypatch, data, tmp_path):
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = FakeWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setenv("MFUBENCH_TRACKERS", "tensorboard")
+    log = run_here(tiny_config(max_iters=5), data, tmp_path)
+    values = [(step, value) for name, value, step in FakeWriter.values if name == "loss"]
+    assert values == [(step.step, step.loss) for step in log.steps]
+    assert FakeWriter.values[-1][0] == "closed"
+
+
+def test_wandb_gets_the_config_and_finite_values(monkeypatch, tmp_path):
+    logged = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: logged.append((step, values)), finish=lambda: logged.append("finished")
+    )
+    module = types.ModuleType("wandb")
+    module.init = lambda **options: logged.append(options["config"]["seq_len"]) or run
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setenv("MFUBENCH_TRACKERS", "wandb")
+    trackers = open_trackers(tiny_config(), tmp_path)
+    step = Step(
+        step=3,
+        phase="measured",
+        step_time_s=0.5,
+        data_time_s=0,
+        tokens=100,
+        loss=None,
+        learning_rate=0.1,
+        grad_norm=1.0,
+    )
+    log_steps(trackers, [step])
+    trackers[0].close()
+    assert logged[0] == 16 and logged[-1] == "finished"
+    assert logged[1] == (3, {"grad_norm": 1.0, "learning_rate": 0.1, "step_time_s": 0.5, "tokens_per_s": 200.0})
+
+
+def test_trackers_that_are_unknown_or_missing_are_errors(monkeypatch, tmp_path):
+    monkeypatch.setenv("MFUBENCH_TRACKERS", "mlflow")
+    with pytest.raises(ConfigError, match="unknown tracker 'mlflow'"):
+        open_trackers(tiny_config(), tmp_path)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setenv("MFUBENCH_TRACKERS", "wandb")
+    with pytest.raises(ConfigError, match="wandb is not installed"):
+        open_trackers(tiny_config(), tmp_path)
