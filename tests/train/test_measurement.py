@@ -55,8 +55,12 @@ def test_exactly_max_iters_steps_and_marked_phases(everything):
 
 def test_what_happens_between_steps_changes_no_loss(everything, data, tmp_path):
     log, _ = everything
-    plain = run_here(tiny_config(micro_batch_size=4, gradient_accumulation_steps=2), data, tmp_path)
+    measurement = {"profile": False, "gradient_interval": 8}
+    plain = run_here(
+        tiny_config(micro_batch_size=4, gradient_accumulation_steps=2, measurement=measurement), data, tmp_path
+    )
     assert losses(log) == losses(plain)
+    assert log.gradient_statistics == plain.gradient_statistics
 
 
 def test_phases_stand_apart_and_times_reconcile_with_the_wall_clock(everything):

@@ -113,13 +113,13 @@ def run_steps(training: Training, reporter: Reporter) -> None:
         training.position += config.global_batch_size
         recorder.add(step, loss, grad_norm, data_time_s, learning_rate)
 
+        if measurement.gradient_interval and step % measurement.gradient_interval == 0:
+            with recorder.phase("logging", done):
+                gradients.measure(step)
         if step == first_step:
             prepare_measurement(training, eager_step, inputs, labels)
             if training.resolved.is_on("cuda_graphs"):
                 take_step = capture(training, eager_step, inputs, labels)
-        if measurement.gradient_interval and step % measurement.gradient_interval == 0:
-            with recorder.phase("logging", done):
-                gradients.measure(step)
         if not control.due(step):
             continue
 
