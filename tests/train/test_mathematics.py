@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
-from train.train_runs import grad_norms, losses, run_here, run_many, tiny_config
+from train.train_runs import environment, grad_norms, losses, run_arguments, run_here, run_many, tiny_config
+
+from mfubench.run_log import read_run_log
 
 RELATIVE = 1e-5
 
@@ -130,3 +135,12 @@ def test_half_precision_trains_like_float32(dtype, reference, data, tmp_path):
     log = run_here(tiny_config(dtype=dtype, micro_batch_size=4, gradient_accumulation_steps=2), data, tmp_path)
     assert losses(log) == pytest.approx(losses(reference), rel=0.02)
     assert grad_norms(log)[0] == pytest.approx(grad_norms(reference)[0], rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_rank_may_also_be_started_by_torchrun(reference, data, tmp_path):
+    config = tiny_config(world_size=2, micro_batch_size=4)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "mfubench.train.worker"]
+    command = [sys.executable, *torchrun, *run_arguments(config, data, tmp_path)]
+    subprocess.run(command, env=environment(), check=True, timeout=120)
+    assert_same(read_run_log(tmp_path / "run.json"), reference)

@@ -9,9 +9,10 @@ import torch
 from train.train_runs import tiny_config
 
 from mfubench.model import build_model
+from mfubench.train.buckets import ALIGNMENT, plan_buckets
 from mfubench.train.gradients import GradientMeter
 from mfubench.train.optimizer import Optimizer, learning_rate_at
-from mfubench.train.parallel import ALIGNMENT, FlatEngine, plan_buckets
+from mfubench.train.parallel import FlatEngine
 from mfubench.train.process import Process
 from mfubench.train.step import TrainStep
 

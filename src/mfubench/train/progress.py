@@ -104,9 +104,10 @@ class Display:
         if self.bar is None:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
+            from rich.table import Column
 
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[values]}"))
-            self.bar = Progress(*columns, console=Console(stderr=True))
+            values = TextColumn("{task.fields[values]}", table_column=Column(ratio=1))  # wraps on a narrow terminal
+            self.bar = Progress(BarColumn(bar_width=16), values, console=Console(stderr=True), expand=True)
             self.bar.start()
             self.bar.add_task(self.config.name, total=self.config.max_iters, values="")
         self.bar.update(self.bar.task_ids[0], completed=live["step"] + 1, values=describe(live))

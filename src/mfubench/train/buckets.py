@@ -1,0 +1,58 @@
+"""How parameters are laid out in flat buffers: in buckets, in the order in which the backward pass finishes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+ALIGNMENT = 128  # elements: every parameter starts at a multiple of 256 bytes of bfloat16, as a matmul likes best
+LARGEST_BUCKET = 25_000_000  # elements, 100 MB of float32: large enough for NCCL's full rate, small enough to overlap
+SMALLEST_SHARE = 8  # a model too small for such buckets is cut into about this many
+
+
+@dataclass
+class Slot:
+    """Where one parameter lives in the flat buffers."""
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    numel: int
+
+
+@dataclass
+class Bucket:
+    start: int
+    decay: bool
+    slots: list[Slot] = field(default_factory=list)
+    end: int = 0
+    missing: int = 0  # parameters whose gradient is not there yet, in the last micro-step
+
+
+def plan_buckets(module: nn.Module, world_size: int) -> list[Bucket]:
+    """Cut the module's parameters into buckets: weight-decayed first, each group in backward order."""
+    named = list(module.named_parameters())[::-1]  # a tied weight appears once, and is finished last
+    matrices = [(name, p) for name, p in named if p.dim() >= 2]
+    vectors = [(name, p) for name, p in named if p.dim() < 2]
+    largest = min(LARGEST_BUCKET, -(-sum(p.numel() for _, p in named) // SMALLEST_SHARE))
+    buckets: list[Bucket] = []
+    position = 0
+    for group, decay in ((matrices, True), (vectors, False)):
+        bucket = None
+        for name, parameter in group:
+            if bucket is None:
+                bucket = Bucket(position, decay)
+                buckets.append(bucket)
+            bucket.slots.append(Slot(name, parameter, position, parameter.numel()))
+            position = round_up(position + parameter.numel(), ALIGNMENT)
+            bucket.end = bucket.start + round_up(position - bucket.start, ALIGNMENT * world_size)
+            if bucket.end - bucket.start >= largest:
+                position, bucket = bucket.end, None
+        if bucket is not None:
+            position = bucket.end
+    return buckets
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
