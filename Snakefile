@@ -8,6 +8,9 @@ if "study" not in config:
     configfile: "config/config.yaml"
 
 
+report: "workflow/report/workflow.rst"
+
+
 include: "rules/common.smk"
 include: "rules/tokenizer.smk"
 include: "rules/dataset.smk"
@@ -101,4 +104,6 @@ onerror:
 
 
 onsuccess:
-    print(f"\nReport: {RESULTS}/report.html   table: {RESULTS}/tables/runs.csv   audit: {RESULTS}/audit.json")
+    print(
+        f"\nReport: {RESULTS}/report.html   table: {RESULTS}/tables/runs.csv   audit: {RESULTS}/audit.json"
+    )

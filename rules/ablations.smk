@@ -6,13 +6,13 @@ use rule run_smoke as run_ablations with:
         run=f"{RESULTS}/runs/ablations/{{case}}.json",
     log:
         f"{LOGS}/ablations/{{case}}.log",
+    priority: PRIORITY["ablations"]
+    resources:
+        gpu=gpus_of("ablations"),
+        nodes=nodes_of("ablations"),
+        exclusive=1,
     params:
         config=config_of("ablations"),
         code=TRAINING_CODE,
         generation=MACHINE.generation,
         options=run_options("ablations"),
-    resources:
-        gpu=gpus_of("ablations"),
-        nodes=nodes_of("ablations"),
-        exclusive=1,
-    priority: PRIORITY["ablations"]

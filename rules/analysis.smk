@@ -2,9 +2,9 @@
 rule declare_study:
     output:
         study=f"{RESULTS}/study.json",
+    localrule: True
     params:
         study=STUDY.to_json(),
-    localrule: True
     run:
         Path(output.study).write_text(params.study + "\n", encoding="utf-8")
 
@@ -16,19 +16,27 @@ rule tabulate_runs:
         machine=MACHINE_FILE,
         ceilings=f"{RESULTS}/ceilings.json",
     output:
-        report(
+        runs=report(
             f"{RESULTS}/tables/runs.csv",
             caption="../workflow/report/runs.rst",
             category="Tables",
         ),
+        expectations=report(
+            f"{RESULTS}/tables/expectations.csv",
+            caption="../workflow/report/expectations.rst",
+            category="Tables",
+        ),
+        others=expand(
+            f"{RESULTS}/tables/{{table}}.csv", table=("effects", "scaling", "memory")
+        ),
     log:
         f"{LOGS}/tabulate_runs.log",
-    params:
-        code=analysis_code("analysis"),
-        facts=FACTS,
     localrule: True
     conda:
         "../envs/mfubench.yaml"
+    params:
+        code=analysis_code("analysis"),
+        facts=FACTS,
     shell:
         "python workflow/scripts/tabulate_runs.py --study-dir {RESULTS} --output-dir {RESULTS}/tables 2>&1 | tee {log}"
 
@@ -47,13 +55,13 @@ rule plot_throughput:
         ),
     log:
         f"{LOGS}/plot_throughput.log",
+    localrule: True
+    conda:
+        "../envs/mfubench.yaml"
     params:
         figure="throughput",
         code=plot_code("throughput"),
         facts=FACTS,
-    localrule: True
-    conda:
-        "../envs/mfubench.yaml"
     shell:
         "python workflow/scripts/plot_{params.figure}.py --study-dir {RESULTS} --output {output} 2>&1 | tee {log}"
 
@@ -155,17 +163,26 @@ rule write_report:
         study=f"{RESULTS}/study.json",
         machine=MACHINE_FILE,
     output:
-        html=f"{RESULTS}/report.html",
+        html=report(
+            f"{RESULTS}/report.html",
+            caption="../workflow/report/report.rst",
+            category="Report",
+        ),
         markdown=f"{RESULTS}/report.md",
-        summary=f"{RESULTS}/summary.json",
+        summary=report(
+            f"{RESULTS}/summary.json",
+            caption="../workflow/report/summary.rst",
+            category="Report",
+        ),
     log:
         f"{LOGS}/write_report.log",
-    params:
-        code=analysis_code("analysis", "audit"),
-        facts=FACTS,
     localrule: True
     conda:
         "../envs/mfubench.yaml"
+    params:
+        code=analysis_code("analysis", "audit"),
+        templates=TEMPLATES,
+        facts=FACTS,
     shell:
         "python workflow/scripts/write_report.py --study-dir {RESULTS} --html {output.html}"
         " --markdown {output.markdown} --summary {output.summary} 2>&1 | tee {log}"
@@ -178,14 +195,18 @@ rule audit_study:
         report=f"{RESULTS}/report.html",
         ceilings=f"{RESULTS}/ceilings.json",
     output:
-        audit=f"{RESULTS}/audit.json",
+        audit=report(
+            f"{RESULTS}/audit.json",
+            caption="../workflow/report/audit.rst",
+            category="Report",
+        ),
     log:
         f"{LOGS}/audit_study.log",
-    params:
-        code=analysis_code("audit"),
-        facts=FACTS,
     localrule: True
     conda:
         "../envs/mfubench.yaml"
+    params:
+        code=analysis_code("audit"),
+        facts=FACTS,
     shell:
         "python workflow/scripts/audit_study.py --study-dir {RESULTS} --output {output.audit} 2>&1 | tee {log}"

@@ -6,13 +6,13 @@ use rule run_smoke as run_baseline with:
         run=f"{RESULTS}/runs/baseline/{{case}}.json",
     log:
         f"{LOGS}/baseline/{{case}}.log",
+    priority: PRIORITY["baseline"]
+    resources:
+        gpu=gpus_of("baseline"),
+        nodes=nodes_of("baseline"),
+        exclusive=1,
     params:
         config=config_of("baseline"),
         code=TRAINING_CODE,
         generation=MACHINE.generation,
         options=run_options("baseline"),
-    resources:
-        gpu=gpus_of("baseline"),
-        nodes=nodes_of("baseline"),
-        exclusive=1,
-    priority: PRIORITY["baseline"]

@@ -7,7 +7,9 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 ROOT = Path(workflow.basedir)
-ROOT = ROOT if (ROOT / "src").is_dir() else ROOT.parent  # included through workflow/Snakefile
+ROOT = (
+    ROOT if (ROOT / "src").is_dir() else ROOT.parent
+)  # included through workflow/Snakefile
 SOURCE = ROOT / "src" / "mfubench"
 SCRIPTS = ROOT / "workflow" / "scripts"
 sys.path.insert(0, str(ROOT / "src"))
@@ -29,7 +31,11 @@ def processes_per_node():
     Found by the main process and handed to its jobs by environment: a job may see fewer cards, and must still
     expand the same study.
     """
-    stated = config.get("machine", {}).get("gpus", "auto") if isinstance(config.get("machine"), dict) else "auto"
+    stated = (
+        config.get("machine", {}).get("gpus", "auto")
+        if isinstance(config.get("machine"), dict)
+        else "auto"
+    )
     if isinstance(stated, int):
         return stated
     if "MFUBENCH_PROCESSES_PER_NODE" not in os.environ:
@@ -38,7 +44,11 @@ def processes_per_node():
     return int(os.environ["MFUBENCH_PROCESSES_PER_NODE"])
 
 
-CONFIG_FILE = os.path.relpath(workflow.configfiles[-1]) if workflow.configfiles else "config/config.yaml"
+CONFIG_FILE = (
+    os.path.relpath(workflow.configfiles[-1])
+    if workflow.configfiles
+    else "config/config.yaml"
+)
 try:
     config = resolve_extends(config, ROOT / "config" / "studies", CONFIG_FILE)
     STUDY = expand_study(config, CONFIG_FILE, processes_per_node())
@@ -58,7 +68,9 @@ if workflow.is_main_process and STUDY.skipped:
 
 # Jobs of one node: how many GPUs there are, and one measurement at a time. A limit that nobody gives is no limit.
 if workflow.is_main_process:
-    workflow.global_resources.setdefault("gpu", processes_per_node() * MACHINE.max_nodes if HAS_GPUS else 0)
+    workflow.global_resources.setdefault(
+        "gpu", processes_per_node() * MACHINE.max_nodes if HAS_GPUS else 0
+    )
     workflow.global_resources.setdefault("exclusive", 1)
 
 # A measured rule claims every core, so that nothing else of this workflow runs beside it.
@@ -89,14 +101,45 @@ TRAINING_CODE = code_digest(
     ]
 )
 TEXT = ("config.py", "corpus.py", "documents.py", "streams.py", "encoder.py")
-TOKENIZER_CODE = code_digest([SOURCE / "data" / name for name in (*TEXT, "tokenizer.py")])
-DATASET_CODE = code_digest([SOURCE / "data" / name for name in (*TEXT, "parts.py", "assembly.py", "prepare.py")])
-CEILINGS_CODE = code_digest([SOURCE / "ceilings", SOURCE / "model" / "attention.py"])
-ANALYSIS_CODE = code_digest([SOURCE / "run_log.py", SOURCE / "flops.py", SOURCE / "hardware.py"])
-FACTS = file_digest(ROOT / "config" / "hardware.yaml")
+TOKENIZER_CODE = code_digest(
+    [SOURCE / "data" / name for name in (*TEXT, "tokenizer.py")]
+)
+DATASET_CODE = code_digest(
+    [
+        SOURCE / "data" / name
+        for name in (*TEXT, "parts.py", "assembly.py", "prepare.py")
+    ]
+)
+CEILINGS_CODE = code_digest(
+    [SOURCE / "ceilings", SOURCE / "model" / "attention_kernels.py"]
+)
+SHARED_ANALYSIS = (
+    "run_log.py",
+    "flops.py",
+    "hardware.py",
+    "memory_search.py",
+    "presets.py",
+    "ceilings/schema.py",
+)
+ANALYSIS_CODE = code_digest([SOURCE / module for module in SHARED_ANALYSIS])
+FACTS = file_digest(
+    ROOT / "config" / "hardware.yaml",
+    *sorted((ROOT / "config" / "expectations").glob("*.yaml")),
+)
+TEMPLATES = file_digest(
+    *sorted((SOURCE / "analysis" / "report" / "templates").iterdir())
+)
 
 
-FIGURES = ("throughput", "ladder", "effects", "scaling", "memory", "loss", "mfu_over_time")
+FIGURES = (
+    "throughput",
+    "ladder",
+    "effects",
+    "scaling",
+    "memory",
+    "loss",
+    "mfu_over_time",
+)
 
 
 def analysis_code(*modules):
@@ -107,7 +150,11 @@ def analysis_code(*modules):
 def plot_code(figure):
     """Digest for one figure: its own module, and what the figures share."""
     others = {f"{name}.py" for name in FIGURES if name != figure}
-    shared = [path for path in (SOURCE / "analysis" / "figures").glob("*.py") if path.name not in others]
+    shared = [
+        path
+        for path in (SOURCE / "analysis" / "figures").glob("*.py")
+        if path.name not in others
+    ]
     return ANALYSIS_CODE + code_digest([*(SOURCE / "analysis").glob("*.py"), *shared])
 
 
@@ -132,7 +179,10 @@ def gate_file(case):
 
 def stage_files(stage, gate=False):
     """Run logs of a stage; the smoke stage's gates instead where `gate` is set."""
-    return [gate_file(case) if gate else run_file(f"{stage}/{case}") for case in STUDY.cases(stage)]
+    return [
+        gate_file(case) if gate else run_file(f"{stage}/{case}")
+        for case in STUDY.cases(stage)
+    ]
 
 
 def memory_limit_files():
@@ -168,7 +218,9 @@ def checked_gpus(run):
     limit = workflow.global_resources.get("gpu")
     limit = getattr(limit, "value", limit)
     if limit is not None and run.world_size > limit:
-        raise WorkflowError(f"{run.name} needs {run.world_size} GPUs, but the limit is gpu={limit} (--resources gpu=N)")
+        raise WorkflowError(
+            f"{run.name} needs {run.world_size} GPUs, but the limit is gpu={limit} (--resources gpu=N)"
+        )
     return run.world_size
 
 
@@ -208,7 +260,9 @@ def run_options(stage):
 
 def options_of(run):
     folder = Path(dataset_file(run.dataset)).parent
-    tokenizer = Path(tokenizer_file(STUDY.config.datasets[run.dataset].tokenizer)).parent
+    tokenizer = Path(
+        tokenizer_file(STUDY.config.datasets[run.dataset].tokenizer)
+    ).parent
     resume = "auto" if run.stage == "training" else "never"
     return (
         f"--data {folder} --tokenizer {tokenizer} --work {RESULTS}/work/{run.name} --resume {resume} "
@@ -220,7 +274,9 @@ def lease_options(cards):
     """Cards to take, of which, and what to do when they are busy."""
     if not HAS_GPUS:
         return "--cards 0"
-    devices = f" --devices {','.join(map(str, MACHINE.devices))}" if MACHINE.devices else ""
+    devices = (
+        f" --devices {','.join(map(str, MACHINE.devices))}" if MACHINE.devices else ""
+    )
     return f"--cards {cards}{devices} --when-busy {MACHINE.when_busy} --wait-s {MACHINE.wait_s:g}"
 
 

@@ -5,15 +5,15 @@ rule prepare_dataset:
         meta=f"{RESOURCES}/datasets/{{dataset}}/meta.json",
     log:
         f"{RESOURCES}/logs/datasets/{{dataset}}.log",
+    priority: 90
+    conda:
+        "../envs/mfubench.yaml"
+    threads: ALL_CORES
     params:
         config=dataset_config,
         code=DATASET_CODE,
         tokenizer=tokenizer_folder_of_dataset,
         folder=f"{RESOURCES}/datasets/{{dataset}}",
-    threads: ALL_CORES
-    priority: 90
-    conda:
-        "../envs/mfubench.yaml"
     shell:
         "python workflow/scripts/prepare_dataset.py --config {params.config:q}"
         " --tokenizer {params.tokenizer} --output {params.folder} --workers {threads} 2>&1 | tee {log}"

@@ -3,11 +3,11 @@ rule record_machine:
         machine=MACHINE_FILE,
     log:
         f"{LOGS}/record_machine.log",
-    params:
-        generation=MACHINE.generation,
     priority: 80
     conda:
         "../envs/mfubench.yaml"
+    params:
+        generation=MACHINE.generation,
     shell:
         "python workflow/scripts/record_machine.py --output {output.machine} 2>&1 | tee {log}"
 
@@ -19,18 +19,18 @@ rule measure_ceilings:
         ceilings=f"{RESULTS}/ceilings.json",
     log:
         f"{LOGS}/measure_ceilings.log",
+    priority: 75
+    conda:
+        "../envs/mfubench.yaml"
+    threads: ALL_CORES
+    resources:
+        gpu=largest_world_size() if HAS_GPUS else 0,
+        exclusive=1,
     params:
         request=ceilings_request,
         code=CEILINGS_CODE,
         generation=MACHINE.generation,
         lease=lease_options(largest_world_size()),
-    threads: ALL_CORES
-    resources:
-        gpu=largest_world_size() if HAS_GPUS else 0,
-        exclusive=1,
-    priority: 75
-    conda:
-        "../envs/mfubench.yaml"
     shell:
         "python workflow/scripts/lease_cards.py {params.lease} --"
         " python workflow/scripts/measure_ceilings.py --request {params.request:q} --output {output.ceilings}"

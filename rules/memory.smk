@@ -6,16 +6,16 @@ use rule run_smoke as run_memory with:
         run=f"{RESULTS}/runs/memory/{{case}}.json",
     log:
         f"{LOGS}/memory/{{case}}.log",
+    priority: PRIORITY["memory"]
+    resources:
+        gpu=gpus_of("memory"),
+        nodes=nodes_of("memory"),
+        exclusive=1,
     params:
         config=config_of("memory"),
         code=TRAINING_CODE,
         generation=MACHINE.generation,
         options=run_options("memory"),
-    resources:
-        gpu=gpus_of("memory"),
-        nodes=nodes_of("memory"),
-        exclusive=1,
-    priority: PRIORITY["memory"]
 
 
 rule search_memory:
@@ -26,18 +26,18 @@ rule search_memory:
         limit=f"{RESULTS}/memory/{{case}}.json",
     log:
         f"{LOGS}/memory/{{case}}.search.log",
+    priority: PRIORITY["memory"]
+    conda:
+        "../envs/mfubench.yaml"
+    threads: ALL_CORES
+    resources:
+        gpu=gpus_of_search,
+        exclusive=1,
     params:
         search=search_config,
         code=TRAINING_CODE + code_digest([SOURCE / "memory_search.py"]),
         generation=MACHINE.generation,
         options=search_options,
-    threads: ALL_CORES
-    resources:
-        gpu=gpus_of_search,
-        exclusive=1,
-    priority: PRIORITY["memory"]
-    conda:
-        "../envs/mfubench.yaml"
     shell:
         "python workflow/scripts/search_memory.py --search {params.search:q} {params.options}"
         " --machine {input.machine} --output {output.limit} 2>&1 | tee {log}"

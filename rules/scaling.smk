@@ -6,13 +6,13 @@ use rule run_smoke as run_scaling with:
         run=f"{RESULTS}/runs/scaling/{{case}}.json",
     log:
         f"{LOGS}/scaling/{{case}}.log",
+    priority: PRIORITY["scaling"]
+    resources:
+        gpu=gpus_of("scaling"),
+        nodes=nodes_of("scaling"),
+        exclusive=1,
     params:
         config=config_of("scaling"),
         code=TRAINING_CODE,
         generation=MACHINE.generation,
         options=run_options("scaling"),
-    resources:
-        gpu=gpus_of("scaling"),
-        nodes=nodes_of("scaling"),
-        exclusive=1,
-    priority: PRIORITY["scaling"]

@@ -7,19 +7,19 @@ rule run_smoke:
         run=f"{RESULTS}/runs/smoke/{{case}}.json",
     log:
         f"{LOGS}/smoke/{{case}}.log",
-    params:
-        config=config_of("smoke"),
-        code=TRAINING_CODE,
-        generation=MACHINE.generation,
-        options=run_options("smoke"),
+    priority: PRIORITY["smoke"]
+    conda:
+        "../envs/mfubench.yaml"
     threads: ALL_CORES
     resources:
         gpu=gpus_of("smoke"),
         nodes=nodes_of("smoke"),
         exclusive=1,
-    priority: PRIORITY["smoke"]
-    conda:
-        "../envs/mfubench.yaml"
+    params:
+        config=config_of("smoke"),
+        code=TRAINING_CODE,
+        generation=MACHINE.generation,
+        options=run_options("smoke"),
     shell:
         "python workflow/scripts/train_model.py --config {params.config:q} {params.options}"
         " --machine {input.machine} --output {output.run} 2>&1 | tee {log}"
@@ -32,10 +32,10 @@ rule check_smoke:
         passed=touch(f"{RESULTS}/smoke/{{case}}.passed"),
     log:
         f"{LOGS}/smoke/{{case}}.check.log",
-    params:
-        code=code_digest([SOURCE / "smoke.py"]),
     priority: PRIORITY["smoke"]
     conda:
         "../envs/mfubench.yaml"
+    params:
+        code=code_digest([SOURCE / "smoke.py"]),
     shell:
         "python workflow/scripts/check_smoke.py {input.run} 2>&1 | tee {log}"

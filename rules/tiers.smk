@@ -6,13 +6,13 @@ use rule run_smoke as run_tiers with:
         run=f"{RESULTS}/runs/tiers/{{case}}.json",
     log:
         f"{LOGS}/tiers/{{case}}.log",
+    priority: PRIORITY["tiers"]
+    resources:
+        gpu=gpus_of("tiers"),
+        nodes=nodes_of("tiers"),
+        exclusive=1,
     params:
         config=config_of("tiers"),
         code=TRAINING_CODE,
         generation=MACHINE.generation,
         options=run_options("tiers"),
-    resources:
-        gpu=gpus_of("tiers"),
-        nodes=nodes_of("tiers"),
-        exclusive=1,
-    priority: PRIORITY["tiers"]

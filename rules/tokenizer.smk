@@ -4,13 +4,13 @@ rule get_tokenizer:
         tokenizer=f"{RESOURCES}/tokenizers/{{tokenizer}}/tokenizer.json",
     log:
         f"{RESOURCES}/logs/tokenizers/{{tokenizer}}.log",
+    priority: 100
+    conda:
+        "../envs/mfubench.yaml"
     params:
         config=tokenizer_config,
         code=TOKENIZER_CODE,
         folder=f"{RESOURCES}/tokenizers/{{tokenizer}}",
-    priority: 100
-    conda:
-        "../envs/mfubench.yaml"
     shell:
         "python workflow/scripts/get_tokenizer.py --config {params.config:q}"
         " --output {params.folder} 2>&1 | tee {log}"

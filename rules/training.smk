@@ -6,13 +6,13 @@ use rule run_smoke as run_training with:
         run=f"{RESULTS}/runs/training/{{case}}.json",
     log:
         f"{LOGS}/training/{{case}}.log",
+    priority: PRIORITY["training"]
+    resources:
+        gpu=gpus_of("training"),
+        nodes=nodes_of("training"),
+        exclusive=1,
     params:
         config=config_of("training"),
         code=TRAINING_CODE,
         generation=MACHINE.generation,
         options=run_options("training"),
-    resources:
-        gpu=gpus_of("training"),
-        nodes=nodes_of("training"),
-        exclusive=1,
-    priority: PRIORITY["training"]
