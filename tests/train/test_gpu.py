@@ -40,7 +40,15 @@ def gpu_config(world_size: int = 1, accumulation: int = 8, **overrides):
     return tiny_config(**values | overrides)
 
 
-FLOAT32 = {"dtype": "float32", "tf32": False, "attention": "sdpa", "loss": "full"}
+# Kernels on a card add in an order of their own, and Adam's first steps turn a rounding error of a gradient near zero
+# into a whole step: at a learning rate of 3e-3 two equal runs part after eight steps, at 3e-4 they do not within 20.
+FLOAT32 = {
+    "dtype": "float32",
+    "tf32": False,
+    "attention": "sdpa",
+    "loss": "full",
+    "optimizer": {"learning_rate": 3e-4, "min_learning_rate": 3e-5, "warmup_iters": 4, "lr_decay_iters": 20},
+}
 
 
 def assert_same(found, expected, relative: float) -> None:
@@ -70,7 +78,7 @@ def test_float32_splits_compile_and_graphs_are_the_same_mathematics(data, tmp_pa
         "selective": gpu_config(accumulation=8, activation_checkpointing="selective", compile="block", **FLOAT32),
     }
     logs = run_many(configs, data, tmp_path, timeout_s=540)
-    assert losses(logs["reference"])[-1] < 0.8 * losses(logs["reference"])[0]
+    assert losses(logs["reference"])[-1] < 0.95 * losses(logs["reference"])[0]
     for key, log in logs.items():
         assert_same(log, logs["reference"], 3e-5 if "compiled" in key or "whole" in key or key == "selective" else 1e-5)
         assert log.used["compile"].used == configs[key].compile
@@ -100,9 +108,9 @@ def test_graphs_follow_the_learning_rate_and_new_batches(data, tmp_path):
     optimizer = {"learning_rate": 0.01, "min_learning_rate": 0.01, "warmup_iters": 0, "lr_decay_iters": 20}
     still = optimizer | {"learning_rate": 1e-30, "min_learning_rate": 1e-30}
     configs = {
-        "moving": gpu_config(cuda_graphs=True, optimizer=optimizer, **FLOAT32),
-        "still": gpu_config(cuda_graphs=True, optimizer=still, **FLOAT32),
-        "still-eager": gpu_config(optimizer=still, **FLOAT32),
+        "moving": gpu_config(cuda_graphs=True, **FLOAT32 | {"optimizer": optimizer}),
+        "still": gpu_config(cuda_graphs=True, **FLOAT32 | {"optimizer": still}),
+        "still-eager": gpu_config(**FLOAT32 | {"optimizer": still}),
     }
     logs = run_many(configs, data, tmp_path)
     assert losses(logs["still"]) == pytest.approx(losses(logs["still-eager"]), rel=1e-6)

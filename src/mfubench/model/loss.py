@@ -166,7 +166,12 @@ def load_fused() -> LossFunction:
 
 
 def resolve_loss(
-    requested: str, *, device: torch.device | str, vocab_size: int, compile_backend: str | None = None
+    requested: str,
+    *,
+    device: torch.device | str,
+    vocab_size: int,
+    compile_backend: str | None = None,
+    capturable: bool = False,
 ) -> tuple[LossFunction, Choice]:
     """The loss function for this device and vocabulary, and what was chosen and why.
 
@@ -180,7 +185,7 @@ def resolve_loss(
     else:
         wanted, reason = requested, ""
     if wanted == "fused":
-        function, why_not = try_fused(device)
+        function, why_not = try_fused(device, capturable)
         if function is not None:
             return function, Choice(requested=requested, used="fused", reason=reason or None)
         wanted, reason = "chunked", f"{reason}{'; ' if reason else ''}fused {why_not}"
@@ -202,10 +207,12 @@ def preferred(device: torch.device, vocab_size: int, compiled: bool) -> tuple[st
     return "fused", "not compiled"
 
 
-def try_fused(device: torch.device) -> tuple[LossFunction | None, str]:
+def try_fused(device: torch.device, capturable: bool) -> tuple[LossFunction | None, str]:
     """liger's loss where a small forward and backward pass works here: (function, "") or (None, reason)."""
     if device.type != "cuda":
         return None, f"needs a CUDA device, not {device.type}"
+    if capturable:
+        return None, "counts its labels on the host, which a CUDA graph cannot capture"
     try:
         function = load_fused()
     except Exception as error:

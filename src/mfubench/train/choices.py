@@ -56,6 +56,7 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
     compiled = resolve_compile(config, device)
     fp8 = resolve_fp8(config, device)
     parallelism = resolve_parallelism(config)
+    cuda_graphs = resolve_cuda_graphs(config, device, parallelism.used)
     attention, attention_choice = resolve_attention(
         config.attention,
         device=device,
@@ -71,11 +72,12 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
         device=device,
         vocab_size=model.vocab_size,
         compile_backend=config.compile_backend if compiled.used != "none" else None,
+        capturable=cuda_graphs.used == "true",
     )
     used = {
         "attention": attention_choice,
         "compile": compiled,
-        "cuda_graphs": resolve_cuda_graphs(config, device, parallelism.used),
+        "cuda_graphs": cuda_graphs,
         "loader": Choice(requested=config.loader.kind, used=config.loader.kind),
         "loss": loss_choice,
         "parallelism": parallelism,
