@@ -10,7 +10,9 @@ files must be equal byte for byte.
 in_memory_fraction: tokens/s of mfubench's whole pipeline over those of its encoder alone, on texts that already lie in
 the memory of two processes.
 
-Text: the Python source of the packages that are installed here (distinct files, nothing repeated), or --text.
+Text: 220 MB of the Python source of the packages that are installed here (distinct files, nothing repeated), or --text.
+--quick takes 20 MB, of which the usual route gets the first 6 MB where it is slow (its ids are then compared with the
+beginning of ours): start-up weighs more in such figures, those to quote are the full run's.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from mfubench.data.meta import TokenizerMeta, read_meta
 from mfubench.data.prepare import prepare_dataset
 
 PROCESSES = 2
-FULL_BYTES, QUICK_BYTES = 220 * 10**6, 12 * 10**6
+FULL_BYTES, QUICK_BYTES = 220 * 10**6, 20 * 10**6
+QUICK_USUAL_BYTES = {"gpt2": QUICK_BYTES, "llama2": 6 * 10**6, "llama3": 6 * 10**6, "qwen3": 6 * 10**6}
 
 
 def write_text(path: Path, size: int) -> int:
@@ -58,6 +61,14 @@ def write_text(path: Path, size: int) -> int:
             if total >= size:
                 return total
     return total
+
+
+def first_lines(text: Path, size: int, out: Path) -> Path:
+    """The first lines of a file, about `size` bytes."""
+    with text.open("rb") as lines, out.open("wb") as part:
+        while part.tell() < size and (line := lines.readline()):
+            part.write(line)
+    return out
 
 
 def ours(text: Path, tokenizer: Path, out: Path) -> float:
@@ -159,25 +170,27 @@ def _put_usual(text: Path, tokenizer: Path, out: Path, results: Any) -> None:
         results.put(usual(text, tokenizer, out))
 
 
-def compare(text: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
+def compare(text: Path, usual_text: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
     """One row of the result; raises SystemExit where the two routes differ in a single id."""
     ours_s = ours(text, tokenizer, folder / "ours")
-    usual_s = usual_in_own_process(text, tokenizer, folder / "usual")
+    usual_s = usual_in_own_process(usual_text, tokenizer, folder / "usual")
     in_memory_tokens_per_s = in_memory(text, tokenizer)
-    mine, theirs = (np.memmap(folder / route / "train.bin", dtype=np.uint8, mode="r") for route in ("ours", "usual"))
-    if not np.array_equal(mine, theirs):
-        raise SystemExit(f"{tokenizer.name}: the two routes gave different token files")
     meta = read_meta(TokenizerMeta, tokenizer)
-    tokens = len(mine) // (2 if meta.vocab_size <= 2**16 else 4)
+    dtype = np.uint16 if meta.vocab_size <= 2**16 else np.uint32
+    mine, theirs = (np.memmap(folder / route / "train.bin", dtype=dtype, mode="r") for route in ("ours", "usual"))
+    if not np.array_equal(mine[: len(theirs)], theirs) or (text == usual_text and len(mine) != len(theirs)):
+        raise SystemExit(f"{tokenizer.name}: the two routes gave different token files")
+    tokens_per_s, usual_tokens_per_s = len(mine) / ours_s, len(theirs) / usual_s
     return {
         "tokenizer": tokenizer.name,
         "encoder": meta.encoder,
-        "tokens": tokens,
-        "tokens_per_s": tokens / ours_s,
-        "usual_tokens_per_s": tokens / usual_s,
-        "ratio": usual_s / ours_s,
+        "tokens": len(mine),
+        "usual_tokens": len(theirs),
+        "tokens_per_s": tokens_per_s,
+        "usual_tokens_per_s": usual_tokens_per_s,
+        "ratio": tokens_per_s / usual_tokens_per_s,
         "in_memory_tokens_per_s": in_memory_tokens_per_s,
-        "in_memory_fraction": tokens / ours_s / in_memory_tokens_per_s,
+        "in_memory_fraction": tokens_per_s / in_memory_tokens_per_s,
         "same_ids": True,
     }
 
@@ -204,7 +217,10 @@ def main() -> None:
         rows = []
         for name in names:
             (folder / name).mkdir()
-            rows.append(compare(text, tokenizers[name], folder / name))
+            usual_text = text
+            if arguments.quick and QUICK_USUAL_BYTES[name] < QUICK_BYTES:
+                usual_text = first_lines(text, QUICK_USUAL_BYTES[name], folder / name / "text.jsonl")
+            rows.append(compare(text, usual_text, tokenizers[name], folder / name))
             if not arguments.json:
                 print_row(rows[-1])
         if arguments.json:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -133,9 +135,10 @@ def lay_out(folder: Path, names: Sequence[str] = NAMES) -> dict[str, Path]:
         "llama3": FilesTokenizer(kind="files", family="llama3", path=str(raw / "llama3.tiktoken")),
         "qwen3": FilesTokenizer(kind="files", family="qwen3", path=str(raw / "qwen.tiktoken")),
     }
-    for name in names:
-        get_tokenizer(configs[name], folder / name)
-    return {name: folder / name for name in names}
+    folders = {name: folder / name for name in names}
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(get_tokenizer, [configs[name] for name in names], folders.values()))
+    return folders
 
 
 if __name__ == "__main__":

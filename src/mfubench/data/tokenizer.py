@@ -65,9 +65,10 @@ def get_tokenizer(config: TokenizerConfig, out_dir: Path) -> TokenizerMeta:
             source = str(config.path)
 
     tokenizer, spec = parse_tokenizer(payload, source)
+    vocabulary = vocabulary_sha256(tokenizer)
     reference = tokenizers_encoder(spec)
     if isinstance(config, ExistingTokenizer):
-        check_existing(config, tokenizer, reference, source)
+        check_existing(config, tokenizer, vocabulary, reference, source)
     stated = None if isinstance(config, BpeTokenizer) else config.eos_token
     eos_token = stated or _token_text(settings.get("eos_token"))
     eos_id = None if eos_token is None else tokenizer.token_to_id(eos_token)
@@ -89,7 +90,7 @@ def get_tokenizer(config: TokenizerConfig, out_dir: Path) -> TokenizerMeta:
         eos_id=eos_id,
         eos_token=eos_token,
         sha256=hashlib.sha256(payload).hexdigest(),
-        vocabulary_sha256=vocabulary_sha256(tokenizer),
+        vocabulary_sha256=vocabulary,
         encoder=encoder,
         encoder_reason=reason,
     )
@@ -239,20 +240,20 @@ def parse_tokenizer(payload: bytes, where: str) -> tuple[Tokenizer, dict[str, An
         ) from None
 
 
-def check_existing(config: ExistingTokenizer, tokenizer: Tokenizer, reference: EncodeBatch, where: str) -> None:
+def check_existing(
+    config: ExistingTokenizer, tokenizer: Tokenizer, vocabulary: str, reference: EncodeBatch, where: str
+) -> None:
     """Raise ConfigError unless vocabulary, size and ids are the expected ones."""
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    size = max(vocabulary.values()) + 1
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     if config.vocab_size is not None and size != config.vocab_size:
         raise ConfigError(
             f"{where}: holds ids up to {size - 1}, so vocab_size {size}, but {config.vocab_size} is expected "
             f"({config.family or 'as configured'}): the wrong tokenizer, or only part of one"
         )
-    found = vocabulary_sha256(tokenizer)
-    if config.vocabulary_sha256 is not None and found != config.vocabulary_sha256:
+    if config.vocabulary_sha256 is not None and vocabulary != config.vocabulary_sha256:
         raise ConfigError(
             f"{where}: has as many tokens as {config.family or 'the expected tokenizer'}, but other ones "
-            f"(vocabulary_sha256 {found}, expected {config.vocabulary_sha256}): it is another model's tokenizer"
+            f"(vocabulary_sha256 {vocabulary}, expected {config.vocabulary_sha256}): it is another model's tokenizer"
         )
     if config.family is not None:
         expected = families()[config.family]["probe_sha256"]
