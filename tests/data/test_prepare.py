@@ -18,7 +18,7 @@ from data.texts import make_documents, write_jsonl
 
 from mfubench.config import ConfigError
 from mfubench.data import corpus, disk, progress
-from mfubench.data.config import LocalDataset
+from mfubench.data.config import HubCorpus, LocalDataset
 from mfubench.data.encoder import load_encoder
 from mfubench.data.meta import DatasetMeta
 from mfubench.data.parts import encode_slice, split_of, token_dtype
@@ -251,6 +251,14 @@ def test_too_little_room_is_known_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"about 1e\+06B tokens of uint32 need 4.4e\+06 GB .* are free"):
         disk.check_disk(10**15, "uint32", [tmp_path])
     disk.check_disk(10, "uint32", [tmp_path])
+
+
+def test_too_little_room_for_downloads_is_known_before_the_first(tmp_path: Path) -> None:
+    files = [corpus.SourceFile("data/train.parquet", 10**15, None, "0" * 40)]
+    hub = HubCorpus(source="hub", dataset="owner/texts")
+    with pytest.raises(ConfigError, match=r"1e\+06 GB are to be downloaded, .* keep_downloads: false"):
+        disk.check_downloads(hub, files, 10**15, tmp_path)
+    disk.check_downloads(hub, files, 1000, tmp_path)  # max_bytes leaves less to download
 
 
 def test_expected_tokens_are_about_right(text: Path, small_tokenizer: Path, prepared: Path) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import zstandard
 
 from mfubench.config import ConfigError
-from mfubench.data.config import DatasetConfig
-from mfubench.data.corpus import Slice, file_format
+from mfubench.data import hub_dataset
+from mfubench.data.config import DatasetConfig, HubCorpus
+from mfubench.data.corpus import Slice, SourceFile, file_format
 from mfubench.data.documents import read_documents
 from mfubench.data.encoder import Encoder
 from mfubench.data.meta import TokenDtype
@@ -55,6 +56,20 @@ def expansion(path: Path, config: DatasetConfig) -> float:
     if path.suffix == ".gz":
         return len(zlib.decompressobj(wbits=31).decompress(stored)) / len(stored)
     return len(zstandard.ZstdDecompressor().decompressobj().decompress(stored)) / len(stored)
+
+
+def check_downloads(corpus: HubCorpus, files: list[SourceFile], total_bytes: int, work: Path) -> None:
+    """Raise ConfigError unless there is room for what the hub will send."""
+    listed = [(file.name, file.size, file.commit) for file in files if file.commit is not None]
+    needed, folder = hub_dataset.download_needs(corpus, listed, work)
+    needed = min(needed, total_bytes)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ConfigError(
+            f"{folder}: {needed / 1e9:.3g} GB are to be downloaded, but {free / 1e9:.3g} GB are free: set HF_HOME to a "
+            "larger disk, or keep_downloads: false, or prepare less (max_bytes)"
+        )
 
 
 def check_disk(tokens: int, dtype: TokenDtype, folders: list[Path]) -> None:

@@ -27,6 +27,22 @@ def list_files(corpus: HubCorpus) -> list[HubFile]:
     return _list_cached(corpus)
 
 
+def download_needs(corpus: HubCorpus, files: list[tuple[str, int, str]], work: Path) -> tuple[int, Path]:
+    """Bytes that are still to be downloaded and kept at one time, and the folder they go to.
+
+    files: name, size and commit of each.
+    """
+    import huggingface_hub
+
+    if not corpus.keep_downloads:
+        return 2 * max((size for _, size, _ in files), default=0), work  # one is read while the next is fetched
+    missing = 0
+    for name, size, commit in files:
+        cached = huggingface_hub.try_to_load_from_cache(corpus.dataset, name, revision=commit, repo_type="dataset")
+        missing += 0 if isinstance(cached, str) else size
+    return missing, Path(huggingface_hub.constants.HF_HUB_CACHE)
+
+
 def fetch(corpus: HubCorpus, name: str, commit: str, local_dir: Path | None) -> Path:
     """Download one file into the hub's cache, or into `local_dir`."""
     return hub.download(corpus.dataset, name, commit, "dataset", local_dir)

@@ -27,7 +27,7 @@ from mfubench.data import corpus, parts
 from mfubench.data.assembly import Assembly
 from mfubench.data.config import DatasetConfig, HubCorpus
 from mfubench.data.corpus import Slice, SourceFile
-from mfubench.data.disk import check_disk
+from mfubench.data.disk import check_disk, check_downloads
 from mfubench.data.encoder import read_tokenizer
 from mfubench.data.meta import DatasetMeta, DatasetTokenizer, SplitName, TokenizerMeta, write_meta
 from mfubench.data.progress import PreparationProgress
@@ -80,6 +80,8 @@ def _prepare(config: DatasetConfig, tokenizer_dir: Path, out_dir: Path, num_work
     fingerprint = _fingerprint(config, tokenizer, files)
     assembly = Assembly.resume(work, fingerprint, splits, dtype, config.shard_tokens, tokenizer.eos_id)
     total = min(sum(file.size for file in files), config.max_bytes or 2**63)
+    if isinstance(config, HubCorpus):
+        check_downloads(config, files, total, work)
     num_workers = min(num_workers, -(-total // corpus.slice_size(total)) or 1)  # no more than there are slices
 
     with (
