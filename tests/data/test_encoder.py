@@ -59,7 +59,8 @@ def test_word_cache_is_right_when_full_and_when_warm(llama_like: Tokenizer, monk
 
 def test_word_cache_refuses_a_vocabulary_whose_tokens_cross_words(llama_like: Tokenizer) -> None:
     spec = json.loads(llama_like.to_str())
-    spec["model"]["vocab"]["e▁t"] = len(spec["model"]["vocab"])
+    spec["model"]["vocab"]["e▁"] = len(spec["model"]["vocab"])
+    spec["model"]["merges"].append(["e", "▁"])
     with pytest.raises(NotApplicable, match="reaches over the boundary"):
         word_cache_encoder(spec)
 

@@ -14,7 +14,9 @@ import functools
 import hashlib
 import json
 import re
+import string
 import unicodedata
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
@@ -195,12 +197,43 @@ def word_cache_encoder(spec: dict[str, Any]) -> EncodeBatch:
     """LLaMA-2's ids, several times faster: encode each distinct word once.
 
     Such a tokenizer runs its merges over a whole document in which ▁ stands for a blank. Cutting the document between
-    two characters changes nothing if no token of the vocabulary holds the two side by side, since any merge across the
-    cut would make such a token. In LLaMA-2's vocabulary no token has ▁ after another character, and none has a line
-    break beside another character: so runs of ▁ with what follows them, and runs of line breaks, are words that can be
-    encoded apart. Raises NotApplicable where the vocabulary does not have this property.
+    two characters changes nothing if no merge makes a token that holds the two side by side, since any merge across the
+    cut would make such a token. LLaMA-2 has no token in which ▁ follows another character, a line break stands beside
+    one, or a letter or digit follows punctuation: so a document can be cut at all these places, and its words encoded
+    apart. Raises NotApplicable where the merges do not have this property.
     """
-    model = spec["model"]
+    _require_llama2_rules(spec)
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in spec["model"]["merges"]]
+    joined = {token[i : i + 2] for token in map("".join, merges) for i in range(len(token) - 1)}
+    alphanumeric = string.ascii_letters + string.digits
+    punctuation = "".join(mark for mark in string.punctuation if joined.isdisjoint(mark + x for x in alphanumeric))
+    if not punctuation or any("\n" in pair or (pair[1] == "▁" and pair[0] != "▁") for pair in joined):
+        raise NotApplicable("a token reaches over the boundary of a word")
+
+    bare = Tokenizer.from_str(json.dumps(spec | {"added_tokens": [], "post_processor": None, "normalizer": None}))
+    marks, others = f"[{re.escape(punctuation)}]", f"[^▁\n{re.escape(punctuation)}]"
+    split = re.compile(f"\n|▁*{others}*(?:{marks}+(?![a-zA-Z0-9]){others}*)*{marks}*").findall
+    code = "H" if max(spec["model"]["vocab"].values()) < 2**16 else "I"  # of uint16 and uint32
+    cache: dict[str, bytes] = {}  # word -> its ids; as bytes, since joining them is what takes the time
+
+    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
+        documents = [split("▁" + text.replace(" ", "▁")) if text else [] for text in texts]
+        new = list(set(chain.from_iterable(documents)).difference(cache))
+        for word, encoding in zip(new, bare.encode_batch_fast(new, add_special_tokens=False), strict=True):
+            cache[word] = array(code, encoding.ids).tobytes()
+        ids = [np.frombuffer(b"".join(map(cache.__getitem__, words)), dtype=code) for words in documents]
+        if len(cache) > WORD_CACHE_SIZE:
+            cache.clear()
+        for word in new:
+            if len(word) > LONGEST_CACHED_WORD:
+                cache.pop(word, None)
+        return ids
+
+    return encode_batch
+
+
+def _require_llama2_rules(spec: dict[str, Any]) -> None:
+    """Raise NotApplicable unless the document is one sequence of characters, ▁ for blanks, bytes for unknown ones."""
     prepend_then_replace = {
         "type": "Sequence",
         "normalizers": [
@@ -210,33 +243,11 @@ def word_cache_encoder(spec: dict[str, Any]) -> EncodeBatch:
     }
     if spec["normalizer"] != prepend_then_replace or spec["pre_tokenizer"] is not None:
         raise NotApplicable("its normalizer is not the one of LLaMA-2")
+    model = spec["model"]
     if model["type"] != "BPE" or not model.get("byte_fallback") or model.get("ignore_merges") or model.get("dropout"):
         raise NotApplicable("its model is not a BPE with byte fallback")
-    vocabulary: dict[str, int] = model["vocab"]
-    if any(f"<0x{byte:02X}>" not in vocabulary for byte in range(256)):
+    if any(f"<0x{byte:02X}>" not in model["vocab"] for byte in range(256)):
         raise NotApplicable("a byte is missing from its vocabulary")
-    if any(re.search("[^▁]▁|\n.|.\n", token, re.DOTALL) for token in vocabulary):
-        raise NotApplicable("a token reaches over the boundary of a word")
-
-    bare = Tokenizer.from_str(json.dumps(spec | {"added_tokens": [], "post_processor": None, "normalizer": None}))
-    split = re.compile("▁+[^▁\n]*|\n|[^▁\n]+").findall
-    dtype = np.uint16 if max(vocabulary.values()) < 2**16 else np.uint32
-    cache: dict[str, tuple[int, ...]] = {}
-
-    def encode_batch(texts: Sequence[str]) -> list[np.ndarray]:
-        documents = [split("▁" + text.replace(" ", "▁")) if text else [] for text in texts]
-        new = list(set(chain.from_iterable(documents)).difference(cache))
-        for word, encoding in zip(new, bare.encode_batch_fast(new, add_special_tokens=False), strict=True):
-            cache[word] = tuple(encoding.ids)
-        arrays = [np.fromiter(chain.from_iterable(map(cache.__getitem__, words)), dtype=dtype) for words in documents]
-        if len(cache) > WORD_CACHE_SIZE:
-            cache.clear()
-        for word in new:
-            if len(word) > LONGEST_CACHED_WORD:
-                cache.pop(word, None)
-        return arrays
-
-    return encode_batch
 
 
 # --- choosing, and proving the choice --------------------------------------------------------------------------------
