@@ -68,6 +68,15 @@ def test_graphs_that_cannot_be_captured_fall_back_or_skip(monkeypatch, data, tmp
     assert skipped.status == "skipped" and "capture failed" in skipped.reason
 
 
+def test_a_run_without_contrast_is_skipped_with_its_reason(data, tmp_path):
+    """Where FlashAttention ends in torch's kernel, comparing that kernel with it would measure nothing."""
+    same = run_here(tiny_config(attention="sdpa", contrast_attention="fa2"), data, tmp_path / "same")
+    assert same.status == "skipped" and not same.steps
+    assert same.reason.startswith("no contrast: fa2, which it is compared with, ends in sdpa here as well")
+    other = run_here(tiny_config(attention="eager", contrast_attention="fa2", max_iters=2), data, tmp_path / "other")
+    assert other.status == "ok"
+
+
 def test_settings_that_change_kernels_have_compile_caches_of_their_own():
     folders = {
         inductor_cache(config, resolve(config, ALONE))

@@ -26,6 +26,7 @@ class Resolved:
     used: dict[str, Choice]
     attention: Function
     loss: Function
+    contrast: Choice | None = None  # what the attention ends in that this run is to be compared with
 
     def fall_back(self, name: str, used: str, reason: str) -> None:
         """Note that a setting turned out not to be had, after it was chosen."""
@@ -39,7 +40,15 @@ class Resolved:
         return self.used[switch].used == "true"
 
     def missing(self, config: RunConfig) -> str | None:
-        """The required settings that are not to be had here, as a sentence; None where all are."""
+        """Why this run would not be what its name says, as a sentence; None where it is.
+
+        A required setting is not to be had here, or the run differs in attention from another that ends in the same
+        kernel on this machine: their comparison would measure nothing.
+        """
+        attention = self.used["attention"].used
+        if self.contrast is not None and self.contrast.used == attention:
+            asked, reason = self.contrast.requested, self.contrast.reason
+            return f"no contrast: {asked}, which it is compared with, ends in {attention} here as well ({reason})"
         lost = []
         for name in config.requires:
             choice = self.used[name]
@@ -57,16 +66,21 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
     fp8 = resolve_fp8(config, device)
     parallelism = resolve_parallelism(config)
     cuda_graphs = resolve_cuda_graphs(config, device, parallelism.used)
-    attention, attention_choice = resolve_attention(
-        config.attention,
-        device=device,
-        dtype=DTYPES[dtype.used],
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_key_value_heads,
-        head_dim=model.head_dim,
-        seq_len=config.seq_len,
-        batch_size=config.micro_batch_size,
-    )
+
+    def attention_of(requested: str) -> tuple[Function, Choice]:
+        return resolve_attention(
+            requested,
+            device=device,
+            dtype=DTYPES[dtype.used],
+            num_attention_heads=model.num_attention_heads,
+            num_key_value_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            seq_len=config.seq_len,
+            batch_size=config.micro_batch_size,
+        )
+
+    attention, attention_choice = attention_of(config.attention)
+    contrast = attention_of(config.contrast_attention)[1] if config.contrast_attention else None
     loss, loss_choice = resolve_loss(
         config.loss,
         device=device,
@@ -85,7 +99,7 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
         "tf32": resolve_tf32(config, device),
         "fp8": fp8,
     }
-    return Resolved(used=used, attention=attention, loss=loss)
+    return Resolved(used=used, attention=attention, loss=loss, contrast=contrast)
 
 
 def switch(requested: bool, obstacle: str | None) -> Choice:
