@@ -266,6 +266,7 @@ def options_of(run):
     resume = "auto" if run.stage == "training" else "never"
     return (
         f"--data {folder} --tokenizer {tokenizer} --work {RESULTS}/work/{run.name} --resume {resume} "
+        f"--ceilings {RESULTS}/ceilings.json "
         f"{lease_options(run.world_size // run.nnodes)}"
     )
 

@@ -29,6 +29,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", type=Path, default=None, help="machine.json of the study")
     parser.add_argument("--data", required=True, type=Path, help="folder of the prepared dataset")
     parser.add_argument("--tokenizer", type=Path, default=None, help="folder of the tokenizer")
+    parser.add_argument("--ceilings", type=Path, default=None, help="ceilings.json, to show MFU on a CPU")
     parser.add_argument("--work", required=True, type=Path, help="folder for checkpoints, steps and rank logs")
     parser.add_argument("--output", required=True, type=Path, help="result file to write")
     parser.add_argument(

@@ -128,6 +128,7 @@ def run_trial(search: MemorySearch, micro_batch_size: int, arguments: argparse.N
         config.to_json(),
         data=arguments.data,
         tokenizer=arguments.tokenizer,
+        ceilings=arguments.ceilings,
         work=work,
         output=output,
         resume="never",

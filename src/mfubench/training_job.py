@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 arguments.config,
                 data=arguments.data,
                 tokenizer=arguments.tokenizer,
+                ceilings=arguments.ceilings,
                 work=arguments.work,
                 output=arguments.output,
                 resume=arguments.resume,
@@ -35,7 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def start_training(config: str, *, data: Path, tokenizer: Path | None, work: Path, output: Path, resume: str) -> int:
+def start_training(
+    config: str,
+    *,
+    data: Path,
+    work: Path,
+    output: Path,
+    resume: str,
+    tokenizer: Path | None = None,
+    ceilings: Path | None = None,
+) -> int:
     """Run the engine in a process of its own, pass signals on to it, and return its exit code.
 
     0: a run JSON was written (ok, oom, diverged or skipped); 75: stopped by SIGTERM with a checkpoint; else failed.
@@ -44,6 +54,8 @@ def start_training(config: str, *, data: Path, tokenizer: Path | None, work: Pat
     command += ["--work", str(work), "--output", str(output), "--resume", resume]
     if tokenizer is not None:
         command += ["--tokenizer", str(tokenizer)]
+    if ceilings is not None:
+        command += ["--ceilings", str(ceilings)]
     process = subprocess.Popen(command)
 
     def forward(number: int, frame: FrameType | None) -> None:

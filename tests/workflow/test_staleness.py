@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from workflow.project import PARTS, Project
 
 pytestmark = pytest.mark.slow
@@ -29,7 +28,7 @@ def test_a_changed_value_reruns_its_run_and_the_aggregates(project):
     jobs = project.stale()
     measured = [job for job in jobs if not is_analysis(job.split()[0])]
     assert measured == ["run_baseline results/minimal/runs/baseline/large.json"]
-    assert AGGREGATES <= rules_of(jobs)
+    assert rules_of(jobs) >= AGGREGATES
 
 
 def test_one_call_after_a_change_leaves_nothing_stale(project):
@@ -39,10 +38,10 @@ def test_one_call_after_a_change_leaves_nothing_stale(project):
 
 
 def test_an_added_case_runs_alone_and_a_removed_one_leaves_the_tables(project):
-    project.edit("study.yaml", "large: {micro_batch_size: 4}", "large: {micro_batch_size: 4}, more: {micro_batch_size: 5}")
+    project.edit("study.yaml", "large: {micro_batch_size: 4}", "large: {micro_batch_size: 4}, more: {seed: 5}")
     measured = [job for job in project.stale() if not is_analysis(job.split()[0])]
     assert measured == ["run_baseline results/minimal/runs/baseline/more.json"]
-    project.edit("study.yaml", ", more: {micro_batch_size: 5}", "")
+    project.edit("study.yaml", ", more: {seed: 5}", "")
     project.edit("study.yaml", "ablations: {cases: {eager: {attention: eager}}}", "ablations: {cases: {}}")
     jobs = project.stale()
     assert jobs and all(is_analysis(rule) for rule in rules_of(jobs))

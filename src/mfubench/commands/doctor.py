@@ -71,7 +71,7 @@ def examine_cards(problems: list[str]) -> list[dict[str, Any]]:
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
         problems.append(
             f"driver {driver} lists {len(names)} cards, but torch {torch.__version__}, built for {built_for}, "
-            "cannot use them: install the CUDA build (make setup), and update the driver if torch says that it is too old"
+            "cannot use them: install the CUDA build (make setup); update the driver where torch calls it too old"
         )
     cards = []
     for index, name in enumerate(names):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ def profile_kernels(step: Callable[[], None], device: torch.device | str) -> Ker
     `attention` holds the fused attention kernels or, where none ran, the softmax kernels (plain attention); names are
     distinct and sorted, `other_count` counts distinct names too.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its own start and stop
     cuda = torch.device(device).type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU], acc_events=True) as profiler:
         step()

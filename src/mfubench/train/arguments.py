@@ -18,6 +18,7 @@ class Paths:
     work: Path
     output: Path
     tokenizer: Path | None = None
+    ceilings: Path | None = None
 
     @property
     def steps(self) -> Path:
@@ -59,6 +60,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--output", required=True, type=Path, help="run JSON to write")
     parser.add_argument("--work", required=True, type=Path, help="folder for logs, checkpoints and live state")
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, to show sampled tokens as text")
+    parser.add_argument("--ceilings", type=Path, help="ceilings.json: the peak of which a CPU shows MFU")
     parser.add_argument(
         "--resume",
         choices=("auto", "never"),
@@ -69,7 +71,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def paths_of(arguments: argparse.Namespace) -> Paths:
-    return Paths(arguments.data, arguments.work, arguments.output, arguments.tokenizer)
+    return Paths(arguments.data, arguments.work, arguments.output, arguments.tokenizer, arguments.ceilings)
 
 
 def read_config(text: str) -> RunConfig:

@@ -8,18 +8,24 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mfubench.ceilings import read_ceilings
 from mfubench.config import ConfigError, RunConfig
 from mfubench.flops import flop_terms, flops_per_token, mfu
 from mfubench.hardware import peak_for_run
 from mfubench.run_log import RankMemory, RunLog
 
 LINE_PERIOD_S = 5.0  # between plain lines, where the output is no terminal
+BAR_WIDTH = 16  # characters
 
 
-def palm_mfu_of(log: RunLog) -> float | None:
-    """MFU (palm) of one token a second and GPU, a factor for the display; None where the device's peak is not known."""
+def palm_mfu_of(log: RunLog, ceilings: Path | None = None) -> float | None:
+    """MFU (palm) of one token a second and GPU, a factor for the display; None where the device's peak is not known.
+
+    A CPU's peak is measured: it is known where `ceilings` names the file of that measurement and it is there.
+    """
     try:
-        peak = peak_for_run(log, None)
+        measured = read_ceilings(ceilings) if ceilings is not None and ceilings.exists() else None
+        peak = peak_for_run(log, measured)
     except ConfigError:
         return None
     terms = flop_terms(log.config.model, log.config.seq_len)
@@ -98,7 +104,9 @@ class Display:
 
     def print_line(self, live: dict[str, Any]) -> None:
         self.last_line, self.shown = time.monotonic(), live
-        print(f"{live['name']}: {describe(live)}", file=sys.stderr, flush=True)
+        filled = BAR_WIDTH * (live["step"] + 1) // live["max_iters"]
+        bar = "#" * filled + "." * (BAR_WIDTH - filled)
+        print(f"{live['name']} [{bar}] {describe(live)}", file=sys.stderr, flush=True)
 
     def update_bar(self, live: dict[str, Any]) -> None:
         if self.bar is None:
@@ -107,7 +115,7 @@ class Display:
             from rich.table import Column
 
             values = TextColumn("{task.fields[values]}", table_column=Column(ratio=1))  # wraps on a narrow terminal
-            self.bar = Progress(BarColumn(bar_width=16), values, console=Console(stderr=True), expand=True)
+            self.bar = Progress(BarColumn(bar_width=BAR_WIDTH), values, console=Console(stderr=True), expand=True)
             self.bar.start()
             self.bar.add_task(self.config.name, total=self.config.max_iters, values="")
         self.bar.update(self.bar.task_ids[0], completed=live["step"] + 1, values=describe(live))

@@ -22,7 +22,7 @@ class Reporter:
         self.trackers: list[Tracker] = []
         self.live: dict[str, Any] | None = None
         if process.is_main:
-            self.mfu_factor = palm_mfu_of(log)
+            self.mfu_factor = palm_mfu_of(log, paths.ceilings)
             self.trackers = open_trackers(log.config, paths.trackers)
             paths.steps.unlink(missing_ok=True)
             self.append(log.steps)  # of earlier processes, up to the checkpoint; what was done after it is done again
