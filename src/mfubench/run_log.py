@@ -13,13 +13,13 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mfubench.config import ConfigError, RunConfig
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 
 # ok: ran as asked (or fell back, as `used` says) - oom: out of memory, a result - diverged: a loss that is not
 # finite, a result - skipped: a required setting is not to be had here, nothing was measured - failed: an error
