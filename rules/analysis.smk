@@ -2,11 +2,13 @@
 rule declare_study:
     output:
         study=f"{RESULTS}/study.json",
+    log:
+        f"{LOGS}/declare_study.log",
     localrule: True
     params:
         study=STUDY.to_json(),
     run:
-        Path(output.study).write_text(params.study + "\n", encoding="utf-8")
+        write_declaration(output.study, params.study, log[0])
 
 
 rule tabulate_runs:
@@ -38,7 +40,7 @@ rule tabulate_runs:
         code=analysis_code("analysis"),
         facts=FACTS,
     shell:
-        "python workflow/scripts/tabulate_runs.py --study-dir {RESULTS} --output-dir {RESULTS}/tables 2>&1 | tee {log}"
+        "python workflow/scripts/tabulate_runs.py --study-dir $(dirname {input.study}) --output-dir $(dirname {output.runs}) 2>&1 | tee {log}"
 
 
 rule plot_throughput:
@@ -63,7 +65,7 @@ rule plot_throughput:
         code=plot_code("throughput"),
         facts=FACTS,
     shell:
-        "python workflow/scripts/plot_{params.figure}.py --study-dir {RESULTS} --output {output} 2>&1 | tee {log}"
+        "python workflow/scripts/plot_{params.figure}.py --study-dir $(dirname {input.study}) --output {output} 2>&1 | tee {log}"
 
 
 use rule plot_throughput as plot_ladder with:
@@ -184,7 +186,7 @@ rule write_report:
         templates=TEMPLATES,
         facts=FACTS,
     shell:
-        "python workflow/scripts/write_report.py --study-dir {RESULTS} --html {output.html}"
+        "python workflow/scripts/write_report.py --study-dir $(dirname {input.study}) --html {output.html}"
         " --markdown {output.markdown} --summary {output.summary} 2>&1 | tee {log}"
 
 
@@ -193,6 +195,7 @@ rule audit_study:
     input:
         results=all_results(),
         report=f"{RESULTS}/report.html",
+        study=f"{RESULTS}/study.json",
         ceilings=f"{RESULTS}/ceilings.json",
     output:
         audit=report(
@@ -209,4 +212,4 @@ rule audit_study:
         code=analysis_code("audit"),
         facts=FACTS,
     shell:
-        "python workflow/scripts/audit_study.py --study-dir {RESULTS} --output {output.audit} 2>&1 | tee {log}"
+        "python workflow/scripts/audit_study.py --study-dir $(dirname {input.study}) --output {output.audit} 2>&1 | tee {log}"

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from mfubench.code_digest import code_digest, file_digest
 from mfubench.config import ConfigError
 from mfubench.experiments import expand_study, resolve_extends
-from mfubench.lease import visible_cards
+from mfubench.lease import processes_per_node, visible_cards
 
 # Snakemake strips an inherited PYTHONPATH from conda jobs.
 shell.prefix(f"export PYTHONPATH={ROOT / 'src'}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; ")
@@ -25,25 +25,10 @@ shell.prefix(f"export PYTHONPATH={ROOT / 'src'}${{{{PYTHONPATH:+:$PYTHONPATH}}}}
 # --- the study, expanded once; a fault in it stops here, before the first job -----------------------------------------
 
 
-def processes_per_node():
-    """GPUs of a node that measures, or processes that a machine without GPUs holds.
-
-    Found by the main process and handed to its jobs by environment: a job may see fewer cards, and must still
-    expand the same study.
-    """
-    stated = (
-        config.get("machine", {}).get("gpus", "auto")
-        if isinstance(config.get("machine"), dict)
-        else "auto"
-    )
-    if isinstance(stated, int):
-        return stated
-    if "MFUBENCH_PROCESSES_PER_NODE" not in os.environ:
-        found = len(visible_cards()) or max(2, os.cpu_count() or 1)
-        os.environ["MFUBENCH_PROCESSES_PER_NODE"] = str(found)
-    return int(os.environ["MFUBENCH_PROCESSES_PER_NODE"])
-
-
+MACHINE_SECTION = (
+    config.get("machine") if isinstance(config.get("machine"), dict) else {}
+)
+PROCESSES_PER_NODE = processes_per_node(MACHINE_SECTION.get("gpus", "auto"))
 CONFIG_FILE = (
     os.path.relpath(workflow.configfiles[-1])
     if workflow.configfiles
@@ -51,7 +36,7 @@ CONFIG_FILE = (
 )
 try:
     config = resolve_extends(config, ROOT / "config" / "studies", CONFIG_FILE)
-    STUDY = expand_study(config, CONFIG_FILE, processes_per_node())
+    STUDY = expand_study(config, CONFIG_FILE, PROCESSES_PER_NODE)
 except ConfigError as error:
     raise WorkflowError(str(error)) from None
 
@@ -69,7 +54,7 @@ if workflow.is_main_process and STUDY.skipped:
 # Jobs of one node: how many GPUs there are, and one measurement at a time. A limit that nobody gives is no limit.
 if workflow.is_main_process:
     workflow.global_resources.setdefault(
-        "gpu", processes_per_node() * MACHINE.max_nodes if HAS_GPUS else 0
+        "gpu", PROCESSES_PER_NODE * MACHINE.max_nodes if HAS_GPUS else 0
     )
     workflow.global_resources.setdefault("exclusive", 1)
 
@@ -336,6 +321,14 @@ def search_options(wildcards):
 
 def gpus_of_search(wildcards):
     return checked_gpus(STUDY.searches[f"memory/{wildcards.case}"].run)
+
+
+def write_declaration(path, study, log_path):
+    """study.json: what the study consists of, for the analysis."""
+    Path(path).write_text(study, encoding="utf-8")
+    Path(log_path).write_text(
+        f"{len(STUDY.runs)} runs, {len(STUDY.skipped)} left out\n", encoding="utf-8"
+    )
 
 
 # --- after a failure -----------------------------------------------------------------------------------------------------

@@ -28,6 +28,19 @@ def visible_cards() -> list[str]:
     return [str(index) for index in range(count_gpus())]
 
 
+def processes_per_node(stated: object = "auto") -> int:
+    """GPUs of a node that measures, or processes that a machine without GPUs holds (one a core, two at least).
+
+    `stated` is the study's machine.gpus; "auto" asks this machine. What the main process finds it hands to its jobs
+    by environment: a job may see fewer cards, and must still expand the same study.
+    """
+    if isinstance(stated, int) and not isinstance(stated, bool):
+        return stated
+    if "MFUBENCH_PROCESSES_PER_NODE" not in os.environ:
+        os.environ["MFUBENCH_PROCESSES_PER_NODE"] = str(len(visible_cards()) or max(2, os.cpu_count() or 1))
+    return int(os.environ["MFUBENCH_PROCESSES_PER_NODE"])
+
+
 def count_gpus() -> int:
     """Cards that the NVIDIA driver lists; 0 where there is no driver."""
     import pynvml
