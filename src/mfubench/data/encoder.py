@@ -165,15 +165,16 @@ def _ranks(spec: dict[str, Any]) -> dict[bytes, int]:
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         raise NotApplicable("its tokens carry a prefix or suffix")
     added = {token["content"] for token in spec["added_tokens"]}
-    to_byte = {character: byte for byte, character in byte_alphabet().items()}
+    # A letter of the alphabet becomes the character with the number of its byte, any other one becomes unencodable.
+    to_byte = dict.fromkeys(range(256), 0xFFFF) | {ord(letter): byte for byte, letter in byte_alphabet().items()}
     try:
         ranks = {
-            bytes(to_byte[character] for character in token): rank
+            token.translate(to_byte).encode("latin-1"): rank
             for token, rank in model["vocab"].items()
             if token not in added
         }
-    except KeyError as error:
-        raise NotApplicable(f"its tokens are not spelled in the byte-level alphabet ({error})") from None
+    except UnicodeEncodeError as error:
+        raise NotApplicable(f"its tokens are not spelled in the byte-level alphabet ({error.object!r})") from None
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise NotApplicable("a byte is missing from its vocabulary")
     merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]

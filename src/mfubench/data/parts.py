@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections import Counter
@@ -146,7 +147,9 @@ def start_worker(config: DatasetConfig, tokenizer_dir: Path, folder: Path) -> No
     global _encoder, _config, _folder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    gc.disable()  # parsing a vocabulary makes half a million objects, and none of them is garbage
     _encoder, _config, _folder = load_encoder(tokenizer_dir), config, folder
+    gc.enable()
 
 
 def work(source: Slice, name: str) -> Part:
