@@ -318,3 +318,10 @@ def test_what_changes_the_batch_keeps_the_tokens_of_a_step(model):
     runs = load_study(f"{model}-beyond").runs
     tokens = runs["ablations/control"].tokens_per_step // 4
     assert {run.tokens_per_step // run.world_size for run in runs.values() if run.stage != "smoke"} == {tokens}
+
+
+def test_the_list_of_studies_is_complete():
+    listed = (FOLDER / "README.md").read_text()
+    for name in STUDIES:
+        model, _, suffix = name.rpartition("-")
+        assert name in listed or (model in listed and f"-{suffix}" in listed), name

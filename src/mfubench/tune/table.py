@@ -19,7 +19,7 @@ def format_outcome(outcome: Outcome, request: Request) -> str:
     known = sum(trial.cached for trial in outcome.trials)
     lines.append(
         f"{len(outcome.trials)} trials in {outcome.seconds / 60:.1f} minutes ({known} known from earlier runs); "
-        f"memory up to {usable_gib:.1f} of {outcome.capacity_gib:.1f} GiB a process"
+        f"memory up to {usable_gib:.2f} of {outcome.capacity_gib:.2f} GiB a process"
     )
     lines += [f"note: {note}" for note in outcome.notes]
     if outcome.best is None or outcome.config is None:
