@@ -6,7 +6,7 @@ use rule run_smoke as run_ablations with:
         run=f"{RESULTS}/runs/ablations/{{case}}.json",
     log:
         f"{LOGS}/ablations/{{case}}.log",
-    priority: PRIORITY["ablations"]
+    priority: priority_of("ablations")
     resources:
         gpu=gpus_of("ablations"),
         nodes=nodes_of("ablations"),

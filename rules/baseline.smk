@@ -6,7 +6,7 @@ use rule run_smoke as run_baseline with:
         run=f"{RESULTS}/runs/baseline/{{case}}.json",
     log:
         f"{LOGS}/baseline/{{case}}.log",
-    priority: PRIORITY["baseline"]
+    priority: priority_of("baseline")
     resources:
         gpu=gpus_of("baseline"),
         nodes=nodes_of("baseline"),

@@ -61,16 +61,34 @@ if workflow.is_main_process:
 # A measured rule claims every core, so that nothing else of this workflow runs beside it.
 ALL_CORES = os.cpu_count() or 1
 
-# Stages follow one another by priority; only smoke gates.
+# Stages follow one another by priority, and within a stage all first repeats come before all second ones, in the order
+# of the file: repeats are interleaved, so that a drift of the machine meets every case alike. Only smoke gates.
 PRIORITY = {
-    "smoke": 70,
-    "baseline": 60,
-    "scaling": 50,
-    "tiers": 40,
-    "ablations": 30,
-    "memory": 20,
-    "training": 10,
+    "tokenizer": 10_000_000,
+    "dataset": 9_000_000,
+    "machine": 8_000_000,
+    "ceilings": 7_500_000,
+    "smoke": 7_000_000,
+    "baseline": 6_000_000,
+    "scaling": 5_000_000,
+    "tiers": 4_000_000,
+    "ablations": 3_000_000,
+    "memory": 2_000_000,
+    "training": 1_000_000,
 }
+
+
+def priority_of(stage):
+    def priority(wildcards):
+        run = STUDY.runs[f"{stage}/{wildcards.case}"]
+        return (
+            PRIORITY[stage]
+            - 1_000 * run.repeat
+            - STUDY.cases(stage).index(wildcards.case)
+        )
+
+    return priority
+
 
 # --- what makes results stale: the values of a run and the meaning of the code behind it ---------------------------------
 

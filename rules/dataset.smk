@@ -5,7 +5,7 @@ rule prepare_dataset:
         meta=f"{RESOURCES}/datasets/{{dataset}}/meta.json",
     log:
         f"{RESOURCES}/logs/datasets/{{dataset}}.log",
-    priority: 90
+    priority: PRIORITY["dataset"]
     conda:
         "../envs/mfubench.yaml"
     threads: ALL_CORES

@@ -3,7 +3,7 @@ rule record_machine:
         machine=MACHINE_FILE,
     log:
         f"{LOGS}/record_machine.log",
-    priority: 80
+    priority: PRIORITY["machine"]
     conda:
         "../envs/mfubench.yaml"
     params:
@@ -19,7 +19,7 @@ rule measure_ceilings:
         ceilings=f"{RESULTS}/ceilings.json",
     log:
         f"{LOGS}/measure_ceilings.log",
-    priority: 75
+    priority: PRIORITY["ceilings"]
     conda:
         "../envs/mfubench.yaml"
     threads: ALL_CORES

@@ -6,7 +6,7 @@ use rule run_smoke as run_memory with:
         run=f"{RESULTS}/runs/memory/{{case}}.json",
     log:
         f"{LOGS}/memory/{{case}}.log",
-    priority: PRIORITY["memory"]
+    priority: priority_of("memory")
     resources:
         gpu=gpus_of("memory"),
         nodes=nodes_of("memory"),

@@ -6,7 +6,7 @@ use rule run_smoke as run_scaling with:
         run=f"{RESULTS}/runs/scaling/{{case}}.json",
     log:
         f"{LOGS}/scaling/{{case}}.log",
-    priority: PRIORITY["scaling"]
+    priority: priority_of("scaling")
     resources:
         gpu=gpus_of("scaling"),
         nodes=nodes_of("scaling"),

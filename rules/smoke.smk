@@ -7,7 +7,7 @@ rule run_smoke:
         run=f"{RESULTS}/runs/smoke/{{case}}.json",
     log:
         f"{LOGS}/smoke/{{case}}.log",
-    priority: PRIORITY["smoke"]
+    priority: priority_of("smoke")
     conda:
         "../envs/mfubench.yaml"
     threads: ALL_CORES

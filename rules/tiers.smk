@@ -6,7 +6,7 @@ use rule run_smoke as run_tiers with:
         run=f"{RESULTS}/runs/tiers/{{case}}.json",
     log:
         f"{LOGS}/tiers/{{case}}.log",
-    priority: PRIORITY["tiers"]
+    priority: priority_of("tiers")
     resources:
         gpu=gpus_of("tiers"),
         nodes=nodes_of("tiers"),

@@ -4,7 +4,7 @@ rule get_tokenizer:
         tokenizer=f"{RESOURCES}/tokenizers/{{tokenizer}}/tokenizer.json",
     log:
         f"{RESOURCES}/logs/tokenizers/{{tokenizer}}.log",
-    priority: 100
+    priority: PRIORITY["tokenizer"]
     conda:
         "../envs/mfubench.yaml"
     params:

@@ -6,7 +6,7 @@ use rule run_smoke as run_training with:
         run=f"{RESULTS}/runs/training/{{case}}.json",
     log:
         f"{LOGS}/training/{{case}}.log",
-    priority: PRIORITY["training"]
+    priority: priority_of("training")
     resources:
         gpu=gpus_of("training"),
         nodes=nodes_of("training"),
