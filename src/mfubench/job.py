@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mfubench.config import ConfigError
 from mfubench.lease import lease_cards, visible_cards
 from mfubench.machine import check_same_machine
 
-POLL_S = 5.0
+SETTLE_S = 5.0  # for the processes of a run that has just ended to leave their cards
 
 
 def add_card_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,60 +41,99 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def cards_for_job(arguments: argparse.Namespace) -> Iterator[list[str]]:
-    """Check the machine, lease cards, and show only those to this process and its children."""
+    """Check the machine, lease cards, and show only those to this process and its children.
+
+    What was found goes into the run JSON with the environment variables that matter, as MFUBENCH_LEASE.
+    """
     if getattr(arguments, "machine", None):
         check_same_machine(arguments.machine)
     if not arguments.cards:
         yield []
         return
     allowed = arguments.devices.split(",") if arguments.devices else visible_cards()
-    free = free_cards(allowed, arguments.cards, arguments.when_busy, arguments.wait_s)
-    with lease_cards(arguments.cards, free, arguments.wait_s) as cards:
+    choice = FreeCards(arguments.cards, arguments.when_busy, arguments.wait_s)
+    with lease_cards(arguments.cards, allowed, arguments.wait_s, choice) as cards:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(cards)
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # NVML counts so, CUDA by speed where it is not told
+        os.environ["MFUBENCH_LEASE"] = json.dumps(choice.record(cards))
         yield cards
 
 
-def free_cards(allowed: list[str], count: int, when_busy: str, wait_s: float) -> list[str]:
-    """Of the allowed cards those without foreign processes, or all of them where that cannot be known.
+class FreeCards:
+    """Chooses cards without foreign processes among those that no other run of ours holds.
 
-    Raises ConfigError naming the processes when cards are busy and `when_busy` says stop, or after the wait.
+    The first `count` cards are the wanted ones. Where somebody else uses one of them, the run moves to others, waits or
+    stops, as `when_busy` says.
     """
-    deadline = time.monotonic() + wait_s
-    while True:
-        busy = {card: users for card in allowed if (users := foreign_processes(card))}
-        free = [card for card in allowed if card not in busy]
-        if not busy or (when_busy == "move" and len(free) >= count):
+
+    def __init__(self, count: int, when_busy: str, wait_s: float):
+        self.count, self.when_busy, self.wait_s = count, when_busy, wait_s
+        self.started = time.monotonic()
+        self.seen: dict[str, list[str]] = {}  # card -> foreign processes, whenever they were seen
+        self.unknown: set[str] = set()  # cards of which the driver does not tell
+        self.told: set[str] = set()  # cards whose waiting was said
+
+    def __call__(self, cards: list[str]) -> list[str]:
+        """Those of `cards` that may be taken now. Raises ConfigError naming the processes where waiting has an end."""
+        busy = {}
+        for card in cards:
+            users = foreign_processes(card)
+            if users is None:
+                self.unknown.add(card)
+            elif users:
+                busy[card] = self.seen[card] = users
+        wanted = cards if self.when_busy == "move" else cards[: self.count]
+        free = [card for card in wanted if card not in busy]
+        if len(free) >= self.count or not busy:
             return free
-        if when_busy == "stop" or time.monotonic() > deadline:
+        patience_s = SETTLE_S if self.when_busy == "stop" else self.wait_s
+        if time.monotonic() - self.started >= patience_s:
             listing = "; ".join(f"card {card}: {', '.join(users)}" for card, users in busy.items())
             raise ConfigError(
                 f"cards are in use by other processes, which would falsify a measurement: {listing}. "
                 "End them, choose other cards (machine.devices), or set machine.when_busy to wait or move."
             )
-        print(f"waiting for busy cards: {', '.join(busy)}", file=sys.stderr, flush=True)
-        time.sleep(POLL_S)
+        if set(busy) != self.told:
+            self.told = set(busy)
+            print(f"waiting for busy cards: {', '.join(busy)}", file=sys.stderr, flush=True)
+        return []
+
+    def record(self, cards: list[str]) -> dict[str, Any]:
+        return {
+            "cards": cards,
+            "waited_s": round(time.monotonic() - self.started, 1),
+            "when_busy": self.when_busy,
+            "busy": self.seen,
+            "unknown": sorted(self.unknown),
+        }
 
 
-def foreign_processes(card: str) -> list[str]:
-    """Compute processes on a card, as `pid name`; [] for none, or where the driver does not tell (MIG, UUIDs)."""
-    import psutil
+def foreign_processes(card: str) -> list[str] | None:
+    """Compute processes on a card, as `pid name`; None where the driver does not tell.
+
+    This process has not touched a card yet, so that every process found is somebody else's.
+    """
     import pynvml
 
-    if not card.isdigit():
-        return []
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return []
+        return None
     try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(int(card))
-        pids = [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        handle = (
+            pynvml.nvmlDeviceGetHandleByIndex(int(card)) if card.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(card)
+        )
+        return [describe_process(process.pid) for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
     except pynvml.NVMLError:
-        return []
+        return None
     finally:
         pynvml.nvmlShutdown()
-    names = []
-    for pid in pids:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            names.append(f"{pid} {psutil.Process(pid).name()}")
-    return names
+
+
+def describe_process(pid: int) -> str:
+    import psutil
+
+    try:
+        return f"{pid} {psutil.Process(pid).name()}"
+    except psutil.NoSuchProcess:
+        return f"{pid} (outside of this container)"

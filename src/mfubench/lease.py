@@ -12,7 +12,7 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mfubench.config import ConfigError
@@ -64,46 +64,55 @@ def lock_folder() -> Path:
 
 
 @contextlib.contextmanager
-def lease_cards(count: int, cards: list[str], wait_s: float) -> Iterator[list[str]]:
+def lease_cards(
+    count: int, cards: list[str], wait_s: float, choose: Callable[[list[str]], list[str]] | None = None
+) -> Iterator[list[str]]:
     """Hold `count` of `cards` until the block ends; yields them.
+
+    choose: of the cards that no other run holds, in order, those that may be taken now (all of them by default). It is
+    asked again until there are enough, and may raise to end the wait.
 
     Raises ConfigError when there are not that many cards, TimeoutError when none came free within wait_s seconds.
     """
     if count > len(cards):
         raise ConfigError(f"the run needs {count} GPUs, this machine or allocation has {len(cards)}: {cards}")
-    if "SLURM_JOB_ID" in os.environ:
-        yield cards[:count]
-        return
+    alone = "SLURM_JOB_ID" in os.environ  # the allocation is nobody else's
     deadline = time.monotonic() + wait_s
     while True:
-        held = try_locks(count, cards)
-        if held is not None:
+        held = dict.fromkeys(cards) if alone else lock_free_cards(cards)
+        wanted: list[str] = []
+        try:
+            unheld = list(held)
+            wanted = (choose(unheld) if choose is not None else unheld)[:count]
+        finally:
+            release(held, keep=wanted if len(wanted) == count else [])
+        if len(wanted) == count:
             break
         if time.monotonic() > deadline:
             raise TimeoutError(f"no {count} free GPU(s) among {cards} within {wait_s:.0f} s; other runs hold them")
         time.sleep(POLL_S)
     try:
-        yield list(held)
+        yield wanted
     finally:
-        for handle in held.values():
-            os.close(handle)
+        release({card: held[card] for card in wanted}, keep=[])
 
 
-def try_locks(count: int, cards: list[str]) -> dict[str, int] | None:
-    """Lock `count` cards now, or none of them."""
-    held: dict[str, int] = {}
+def lock_free_cards(cards: list[str]) -> dict[str, int | None]:
+    """Lock every card that nobody holds; card -> file descriptor."""
+    held: dict[str, int | None] = {}
     folder = lock_folder()
     for card in cards:
-        if len(held) == count:
-            break
         handle = os.open(folder / f"card-{card.replace('/', '_')}.lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             held[card] = handle
         except BlockingIOError:
             os.close(handle)
-    if len(held) < count:
-        for handle in held.values():
-            os.close(handle)
-        return None
     return held
+
+
+def release(held: dict[str, int | None], keep: list[str]) -> None:
+    """Unlock the cards that are not to be kept."""
+    for card, handle in held.items():
+        if handle is not None and card not in keep:
+            os.close(handle)
