@@ -10,13 +10,16 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: run test check lint format typecheck setup flash-attn lock clean help
+.PHONY: run test test-cluster check lint format typecheck setup flash-attn lock clean help
 
 run: setup  ## run the default study on this machine
 	snakemake --cores $(CORES)
 
 test: setup lint  ## lint and all tests that this machine can run
 	pytest -q
+
+test-cluster: setup  ## a SLURM of two nodes on this machine (Debian, as root), and the workflow through it; 15 minutes
+	MFUBENCH_CLUSTER=1 pytest -q -x tests/cluster
 
 check: setup lint typecheck  ## lint, types, fast tests
 	pytest -q -m "not slow and not registry"

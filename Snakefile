@@ -99,6 +99,10 @@ rule analysis:
         f"{RESULTS}/audit.json",
 
 
+onstart:
+    check_queue()
+
+
 onerror:
     show_what_exists()
 

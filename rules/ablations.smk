@@ -8,9 +8,7 @@ use rule run_smoke as run_ablations with:
         f"{LOGS}/ablations/{{case}}.log",
     priority: priority_of("ablations")
     resources:
-        gpu=gpus_of("ablations"),
-        nodes=nodes_of("ablations"),
-        exclusive=1,
+        **measured_resources("ablations"),
     params:
         config=config_of("ablations"),
         code=TRAINING_CODE,

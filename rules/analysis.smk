@@ -33,9 +33,10 @@ rule tabulate_runs:
         ),
     log:
         f"{LOGS}/tabulate_runs.log",
-    localrule: True
     conda:
         "../envs/mfubench.yaml"
+    resources:
+        **cpu_resources("analysis"),
     params:
         code=analysis_code("analysis"),
         facts=FACTS,
@@ -57,9 +58,10 @@ rule plot_throughput:
         ),
     log:
         f"{LOGS}/plot_throughput.log",
-    localrule: True
     conda:
         "../envs/mfubench.yaml"
+    resources:
+        **cpu_resources("analysis"),
     params:
         figure="throughput",
         code=plot_code("throughput"),
@@ -178,9 +180,10 @@ rule write_report:
         ),
     log:
         f"{LOGS}/write_report.log",
-    localrule: True
     conda:
         "../envs/mfubench.yaml"
+    resources:
+        **cpu_resources("analysis"),
     params:
         code=analysis_code("analysis", "audit"),
         templates=TEMPLATES,
@@ -205,9 +208,10 @@ rule audit_study:
         ),
     log:
         f"{LOGS}/audit_study.log",
-    localrule: True
     conda:
         "../envs/mfubench.yaml"
+    resources:
+        **cpu_resources("analysis"),
     params:
         code=analysis_code("audit"),
         facts=FACTS,

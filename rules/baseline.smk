@@ -8,9 +8,7 @@ use rule run_smoke as run_baseline with:
         f"{LOGS}/baseline/{{case}}.log",
     priority: priority_of("baseline")
     resources:
-        gpu=gpus_of("baseline"),
-        nodes=nodes_of("baseline"),
-        exclusive=1,
+        **measured_resources("baseline"),
     params:
         config=config_of("baseline"),
         code=TRAINING_CODE,

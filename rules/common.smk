@@ -18,6 +18,7 @@ from mfubench.code_digest import code_digest, file_digest
 from mfubench.config import ConfigError
 from mfubench.experiments import expand_study, resolve_extends
 from mfubench.lease import processes_per_node, visible_cards
+from mfubench.slurm import check_status_command, refuse_orphans
 
 # Snakemake strips an inherited PYTHONPATH from conda jobs.
 shell.prefix(f"export PYTHONPATH={ROOT / 'src'}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; ")
@@ -46,6 +47,8 @@ RESOURCES = STUDY.config.resources_dir
 LOGS = f"{RESULTS}/logs"
 MACHINE_FILE = f"{RESULTS}/machine.json"
 HAS_GPUS = bool(visible_cards()) or isinstance(MACHINE.gpus, int)
+MEASURES_GPUS = HAS_GPUS and any(run.device != "cpu" for run in STUDY.runs.values())
+os.environ.update(MACHINE.network)
 
 if workflow.is_main_process and STUDY.skipped:
     for name, reason in STUDY.skipped.items():
@@ -206,32 +209,88 @@ def config_of(stage):
     return run_config
 
 
-def gpus_of(stage):
-    """GPUs that a run takes. Snakemake would lower a request above its limit and say nothing: refuse instead."""
-
-    def gpus(wildcards):
-        return checked_gpus(STUDY.runs[f"{stage}/{wildcards.case}"])
-
-    return gpus
-
-
 def checked_gpus(run):
+    """GPUs that a run takes. Snakemake would lower a request above its limit and say nothing: refuse instead."""
     if not HAS_GPUS or run.device == "cpu":
         return 0
     limit = workflow.global_resources.get("gpu")
     limit = getattr(limit, "value", limit)
-    if limit is not None and run.world_size > limit:
+    gpus = whole_nodes(run.world_size, run.nnodes)
+    if limit is not None and gpus > limit:
         raise WorkflowError(
-            f"{run.name} needs {run.world_size} GPUs, but the limit is gpu={limit} (--resources gpu=N)"
+            f"{run.name} needs {gpus} GPUs, but the limit is gpu={limit} (--resources gpu=N)"
         )
-    return run.world_size
+    return gpus
 
 
-def nodes_of(stage):
+def whole_nodes(gpus, nodes):
+    """GPUs to ask for: on a cluster all of each node, since a job that measures has its nodes to itself."""
+    return nodes * MACHINE.gpus if MACHINE.slurm else gpus
+
+
+def measured_resources(stage):
+    """What a measured run takes: GPUs, nodes, and no other measurement beside it."""
+
+    def run(wildcards):
+        return STUDY.runs[f"{stage}/{wildcards.case}"]
+
+    def gpu(wildcards):
+        return checked_gpus(run(wildcards))
+
     def nodes(wildcards):
-        return STUDY.runs[f"{stage}/{wildcards.case}"].nnodes
+        return run(wildcards).nnodes
 
-    return nodes
+    resources = {"gpu": gpu, "nodes": nodes, "exclusive": 1}
+    if MACHINE.slurm:
+        # `mpi`: the job is the bare batch script, which starts itself on each node; `tasks`: as many as there are nodes
+        resources |= {"mpi": "", "tasks": nodes, "tasks_per_gpu": 0}
+    return slurm_node(stage) | resources
+
+
+def node_resources(stage):
+    """What a job takes that has one whole node, but is no run."""
+    gpus = whole_nodes(largest_world_size(), 1) if MEASURES_GPUS else 0
+    return slurm_node(stage) | {"gpu": gpus, "nodes": 1}
+
+
+def resources_of_search():
+    return node_resources("memory") | {"gpu": gpus_of_search, "exclusive": 1}
+
+
+def slurm_node(stage):
+    """What SLURM is asked for by a job that has its nodes to itself; nothing elsewhere."""
+    asked = MACHINE.slurm
+    if asked is None:
+        return {}
+    signal = (
+        f"--signal=TERM@{asked.stop_before_end_s}" if asked.stop_before_end_s else ""
+    )
+    cpus = asked.cpus_per_gpu * MACHINE.gpus if asked.cpus_per_gpu else -1
+    return slurm_job(asked.partition_gpu, stage) | {
+        "mem_mb": asked.mem_mb_per_gpu * MACHINE.gpus,
+        "cpus_per_task": cpus,
+        "slurm_extra": f"--exclusive {signal} {asked.extra}".strip(),
+    }
+
+
+def cpu_resources(kind):
+    """What SLURM is asked for by a job on a CPU node; nothing elsewhere."""
+    asked = MACHINE.slurm
+    if asked is None:
+        return {}
+    cpus = asked.cpus if kind == "preparation" else 1
+    return slurm_job(asked.partition_cpu, kind) | {
+        "mem_mb": asked.mem_mb,
+        "cpus_per_task": cpus,
+        "nodes": 1,
+    }
+
+
+def slurm_job(partition, kind):
+    asked = MACHINE.slurm
+    account = {"slurm_account": asked.account} if asked.account else {}
+    runtime = asked.runtime_min[kind]
+    return {"slurm_partition": partition, "runtime": runtime} | account
 
 
 def run_inputs(stage):
@@ -270,13 +329,13 @@ def options_of(run):
     return (
         f"--data {folder} --tokenizer {tokenizer} --work {RESULTS}/work/{run.name} --resume {resume} "
         f"--ceilings {RESULTS}/ceilings.json "
-        f"{lease_options(run.world_size // run.nnodes)}"
+        f"{lease_options(run.world_size // run.nnodes if run.device != 'cpu' else 0)}"
     )
 
 
 def lease_options(cards):
     """Cards to take, of which, and what to do when they are busy."""
-    if not HAS_GPUS:
+    if not HAS_GPUS or cards == 0:
         return "--cards 0"
     devices = (
         f" --devices {','.join(map(str, MACHINE.devices))}" if MACHINE.devices else ""
@@ -347,6 +406,20 @@ def write_declaration(path, study, log_path):
     Path(log_path).write_text(
         f"{len(STUDY.runs)} runs, {len(STUDY.skipped)} left out\n", encoding="utf-8"
     )
+
+
+# --- before the first job ---------------------------------------------------------------------------------------------------
+
+
+def check_queue():
+    """Refuse to submit what an earlier snakemake's jobs still work on, and to wait for states that never come."""
+    try:
+        refuse_orphans(Path.cwd())
+        check_status_command(
+            getattr(workflow.executor_settings, "status_command", None)
+        )
+    except ConfigError as error:
+        raise WorkflowError(str(error)) from None
 
 
 # --- after a failure -----------------------------------------------------------------------------------------------------

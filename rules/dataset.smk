@@ -9,6 +9,8 @@ rule prepare_dataset:
     conda:
         "../envs/mfubench.yaml"
     threads: ALL_CORES
+    resources:
+        **cpu_resources("preparation"),
     params:
         config=dataset_config,
         code=DATASET_CODE,

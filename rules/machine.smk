@@ -6,6 +6,8 @@ rule record_machine:
     priority: PRIORITY["machine"]
     conda:
         "../envs/mfubench.yaml"
+    resources:
+        **node_resources("smoke"),
     params:
         generation=MACHINE.generation,
     shell:
@@ -24,13 +26,13 @@ rule measure_ceilings:
         "../envs/mfubench.yaml"
     threads: ALL_CORES
     resources:
-        gpu=largest_world_size() if HAS_GPUS else 0,
+        **node_resources("memory"),
         exclusive=1,
     params:
         request=ceilings_request,
         code=CEILINGS_CODE,
         generation=MACHINE.generation,
-        lease=lease_options(largest_world_size()),
+        lease=lease_options(largest_world_size() if MEASURES_GPUS else 0),
     shell:
         "python workflow/scripts/lease_cards.py {params.lease} --"
         " python workflow/scripts/measure_ceilings.py --request {params.request:q} --output {output.ceilings}"

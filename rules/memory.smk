@@ -8,9 +8,7 @@ use rule run_smoke as run_memory with:
         f"{LOGS}/memory/{{case}}.log",
     priority: priority_of("memory")
     resources:
-        gpu=gpus_of("memory"),
-        nodes=nodes_of("memory"),
-        exclusive=1,
+        **measured_resources("memory"),
     params:
         config=config_of("memory"),
         code=TRAINING_CODE,
@@ -31,8 +29,7 @@ rule search_memory:
         "../envs/mfubench.yaml"
     threads: ALL_CORES
     resources:
-        gpu=gpus_of_search,
-        exclusive=1,
+        **resources_of_search(),
     params:
         search=search_config,
         code=TRAINING_CODE + code_digest([SOURCE / "memory_search.py"]),

@@ -8,9 +8,7 @@ use rule run_smoke as run_scaling with:
         f"{LOGS}/scaling/{{case}}.log",
     priority: priority_of("scaling")
     resources:
-        gpu=gpus_of("scaling"),
-        nodes=nodes_of("scaling"),
-        exclusive=1,
+        **measured_resources("scaling"),
     params:
         config=config_of("scaling"),
         code=TRAINING_CODE,

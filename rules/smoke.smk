@@ -12,9 +12,7 @@ rule run_smoke:
         "../envs/mfubench.yaml"
     threads: ALL_CORES
     resources:
-        gpu=gpus_of("smoke"),
-        nodes=nodes_of("smoke"),
-        exclusive=1,
+        **measured_resources("smoke"),
     params:
         config=config_of("smoke"),
         code=TRAINING_CODE,
@@ -33,6 +31,7 @@ rule check_smoke:
     log:
         f"{LOGS}/smoke/{{case}}.check.log",
     priority: PRIORITY["smoke"]
+    localrule: True
     conda:
         "../envs/mfubench.yaml"
     params:

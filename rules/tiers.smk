@@ -8,9 +8,7 @@ use rule run_smoke as run_tiers with:
         f"{LOGS}/tiers/{{case}}.log",
     priority: priority_of("tiers")
     resources:
-        gpu=gpus_of("tiers"),
-        nodes=nodes_of("tiers"),
-        exclusive=1,
+        **measured_resources("tiers"),
     params:
         config=config_of("tiers"),
         code=TRAINING_CODE,

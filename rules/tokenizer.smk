@@ -7,6 +7,8 @@ rule get_tokenizer:
     priority: PRIORITY["tokenizer"]
     conda:
         "../envs/mfubench.yaml"
+    resources:
+        **cpu_resources("preparation"),
     params:
         config=tokenizer_config,
         code=TOKENIZER_CODE,

@@ -7,10 +7,9 @@ use rule run_smoke as run_training with:
     log:
         f"{LOGS}/training/{{case}}.log",
     priority: priority_of("training")
+    retries: MACHINE.slurm.training_restarts if MACHINE.slurm else 0
     resources:
-        gpu=gpus_of("training"),
-        nodes=nodes_of("training"),
-        exclusive=1,
+        **measured_resources("training"),
     params:
         config=config_of("training"),
         code=TRAINING_CODE,

@@ -21,6 +21,7 @@ from pydantic import Field
 
 from mfubench.config import ConfigError, MemorySearch, RunConfig, Strict, parse
 from mfubench.data.config import DatasetConfig, TokenizerConfig
+from mfubench.machine_config import MachineConfig
 from mfubench.presets import load_model
 
 Stage = Literal["smoke", "baseline", "scaling", "tiers", "ablations", "memory", "training"]
@@ -35,22 +36,6 @@ SHORT_KEYS = {
 }
 
 Overrides = dict[str, Any]  # values by RunConfig key, nested like RunConfig
-
-
-class MachineConfig(Strict):
-    """The machine that measures."""
-
-    gpus: int | Literal["auto"] = Field("auto", description="GPUs of one node; auto: as found where Snakemake runs")
-    devices: tuple[int, ...] | None = Field(None, strict=False, description="indices of the cards that may be used")
-    max_nodes: int = Field(1, ge=1, description="nodes that one run may span")
-    when_too_small: Literal["stop", "skip"] = Field(
-        "stop", description="runs that need more GPUs than there are: refuse to start, or leave them out and say so"
-    )
-    when_busy: Literal["wait", "move", "stop"] = Field(
-        "stop", description="a card is in use by a process that is not ours: wait, take free cards, or stop"
-    )
-    wait_s: float = Field(3600.0, ge=0, description="how long to wait for free cards")
-    generation: int = Field(1, ge=1, description="raise it after a change of machine to mark every run stale")
 
 
 class CeilingsConfig(Strict):
@@ -251,6 +236,8 @@ def build_search(base: Overrides, stage_base: Overrides, overrides: Overrides, n
         raise ConfigError(f"{where}.candidates: found {candidates!r}; give a list of micro-batch sizes")
     layers = (base, stage_base, of_run, {"name": name, "micro_batch_size": candidates[0]})
     run = build_run(layers, where)
+    if run.nnodes > 1:
+        raise ConfigError(f"{where}.nnodes: found {run.nnodes}; a search runs on one node")
     search: MemorySearch = parse(MemorySearch, {**own, "run": json.loads(run.to_json())}, where)
     return search
 

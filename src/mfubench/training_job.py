@@ -12,15 +12,26 @@ from types import FrameType
 
 from mfubench.config import ConfigError
 from mfubench.job import add_job_arguments, cards_for_job
+from mfubench.slurm import needs_step, run_step
+from mfubench.train.arguments import paths_of, read_config
+from mfubench.train.failures import remove_stale
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `train_model.py --config JSON --data DIR --work DIR --output FILE …`; returns the exit code."""
+    """Run `train_model.py --config JSON --data DIR --work DIR --output FILE …`; returns the exit code.
+
+    As the batch script of a SLURM job it starts itself once on each node.
+    """
     parser = argparse.ArgumentParser(description="Train one run and write its run JSON.")
     parser.add_argument("--config", required=True, help="RunConfig as JSON")
     add_job_arguments(parser)
+    argv = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)
     try:
+        if needs_step():
+            config = read_config(arguments.config)
+            remove_stale(paths_of(arguments))  # here, before one node could take the other's first words for old ones
+            return run_step(config.nnodes, [sys.executable, sys.argv[0], *argv])
         with cards_for_job(arguments):
             return start_training(
                 arguments.config,

@@ -30,8 +30,13 @@ PACKAGES = (
     "triton",
     "numpy",
 )
-# Environment variables that change speed
-PREFIXES = ("OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "CUDA_", "CUBLAS", "TRITON_")
+# Environment variables that change speed...
+PREFIXES = (
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "UCX_", "FI_"),
+    *("TORCH", "PYTORCH_", "CUDA_", "CUBLAS", "TRITON_"),
+    # ...or say which cards and nodes the job was given (`job.py`, SLURM)
+    *("MFUBENCH_LEASE", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_RESTART_COUNT"),
+)
 
 
 def capture_environment(process: Process) -> Environment:

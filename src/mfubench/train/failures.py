@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from mfubench.run_log import write_json
+from mfubench.train.arguments import Paths
 
 # oom: out of memory, a result - died: killed from outside or crashed in native code, without a word of its own
 # hang: no progress, stacks were written - lost: the launcher is gone - error: anything else
@@ -105,6 +106,14 @@ def ranks_folder(work: Path) -> Path:
 def stop_file(work: Path) -> Path:
     """Exists once the launcher was told to stop: the ranks then write a checkpoint and end."""
     return ranks_folder(work) / "stop"
+
+
+def remove_stale(paths: Paths) -> None:
+    """Remove what an earlier attempt left and this one could take for its own."""
+    left = [paths.output, paths.failure, paths.stopped, paths.partial, paths.live, stop_file(paths.work)]
+    folder = ranks_folder(paths.work)
+    for path in [*left, *folder.glob("failure-*.json"), *folder.glob("rendezvous-*")]:
+        path.unlink(missing_ok=True)
 
 
 def write_failure(work: Path, failure: Failure) -> None:

@@ -20,8 +20,9 @@ from mfubench.config import ConfigError, RunConfig
 from mfubench.hardware import peak_for
 from mfubench.machine import describe_cards
 from mfubench.run_log import read_run_log, read_steps, write_json, write_run_log
+from mfubench.slurm import STEP
 from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
-from mfubench.train.failures import Failure, ranks_folder, read_failures, stop_file
+from mfubench.train.failures import Failure, ranks_folder, read_failures, remove_stale, stop_file
 from mfubench.train.progress import Display
 from mfubench.train.ranks import Ranks, node_rank
 
@@ -55,12 +56,11 @@ def launch_checked(
         from mfubench.train.worker import run_rank  # loads torch, which the launcher of several ranks does not need
 
         run_rank(arguments, display, last_words=lambda: conclude(paths))
-        ended_well = True
     else:
-        ended_well = run_ranks(config, paths, [*worker, *argv], display)
+        run_ranks(config, paths, [*worker, *argv], display)
     display.close()
-    if node_rank() > 0:  # rank 0's node knows how the run ended, and writes it down
-        return int(not ended_well)
+    if node_rank() > 0:  # rank 0's node knows how the run ended, and says so: out of memory is a result
+        return 0
     return conclude(paths)
 
 
@@ -85,18 +85,12 @@ def prepare_folders(paths: Paths) -> None:
             probe.unlink()
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be written to ({error.strerror}), but results go there") from None
-    if node_rank() > 0:
-        return
-    stale = [paths.output, paths.failure, paths.stopped, paths.partial, paths.live, stop_file(paths.work)]
-    for path in [*stale, *ranks_folder(paths.work).glob("failure-*.json")]:
-        path.unlink(missing_ok=True)
+    if node_rank() == 0 and STEP not in os.environ:  # else the job has done so before it went to its nodes
+        remove_stale(paths)
 
 
-def run_ranks(config: RunConfig, paths: Paths, command: Sequence[str], display: Display) -> bool:
-    """Start this node's ranks as processes and wait for them; signals become the wish to stop.
-
-    Returns whether all of them ended in order.
-    """
+def run_ranks(config: RunConfig, paths: Paths, command: Sequence[str], display: Display) -> None:
+    """Start this node's ranks as processes and wait for them; signals become the wish to stop."""
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
         stop_file(paths.work).touch()
@@ -105,13 +99,13 @@ def run_ranks(config: RunConfig, paths: Paths, command: Sequence[str], display: 
     ranks = Ranks(config, paths.work, command)
     try:
         while not ranks.finished():
-            display.follow(paths.live)
+            if node_rank() == 0:
+                display.follow(paths.live)
             time.sleep(0.1)
     finally:
         ranks.kill()
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return ranks.failed_at is None
 
 
 def conclude(paths: Paths) -> int:

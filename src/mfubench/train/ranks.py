@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mfubench.config import ConfigError, RunConfig
+from mfubench.slurm import STEP
 from mfubench.train.failures import Failure, Kind, ranks_folder, read_failures, says_out_of_memory, write_failure
 
 GRACE_S = 15.0  # for the other ranks to end by themselves after one has failed
@@ -42,9 +43,8 @@ def rank_environment(config: RunConfig, work: Path, local_rank: int) -> dict[str
 
 def rendezvous_file(config: RunConfig, work: Path) -> Path:
     """Where rank 0 writes its address. Several nodes share it (and WORK's file system), earlier runs do not."""
-    step = os.environ.get("SLURM_STEP_ID", "0")
-    token = f"{os.environ['SLURM_JOB_ID']}-{step}" if config.nnodes > 1 and "SLURM_JOB_ID" in os.environ else "local"
-    return ranks_folder(work) / f"rendezvous-{token}"
+    step = f"{os.environ.get('SLURM_JOB_ID', 'local')}-{os.environ.get('SLURM_STEP_ID', '0')}"
+    return ranks_folder(work) / f"rendezvous-{os.environ.get(STEP, step) if config.nnodes > 1 else 'local'}"
 
 
 class Ranks:
