@@ -64,6 +64,12 @@ if workflow.is_main_process:
 # A measured rule claims every core, so that nothing else of this workflow runs beside it.
 ALL_CORES = os.cpu_count() or 1
 
+# Times that a training starts again by itself. Its job must not do so: the snakemake in there would spend what is left
+# of the allocation on a second attempt.
+TRAINING_RESTARTS = (
+    MACHINE.slurm.training_restarts if MACHINE.slurm and workflow.is_main_process else 0
+)
+
 # Stages follow one another by priority, and within a stage all first repeats come before all second ones, in the order
 # of the file: repeats are interleaved, so that a drift of the machine meets every case alike. Only smoke gates.
 PRIORITY = {

@@ -7,7 +7,7 @@ use rule run_smoke as run_training with:
     log:
         f"{LOGS}/training/{{case}}.log",
     priority: priority_of("training")
-    retries: MACHINE.slurm.training_restarts if MACHINE.slurm else 0
+    retries: TRAINING_RESTARTS
     resources:
         **measured_resources("training"),
     params:

@@ -63,6 +63,14 @@ class ClusterProject(Project):
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
+    def abandon(self, process: subprocess.Popen) -> None:
+        """End a call and its jobs, without waiting until it has noticed that they ended; leave no lock."""
+        self.kill(process)
+        for line in queue():
+            ask("scancel", line.split()[0])
+        wait_until(lambda: not queue(), "the jobs did not end")
+        self.slurm("--unlock", TRAINING)
+
     def training(self) -> Path:
         return self.folder / "results" / "minimal" / "work" / "training" / "pretrain"
 

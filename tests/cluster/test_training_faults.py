@@ -101,9 +101,7 @@ def test_a_drained_node_holds_the_job_back_until_it_returns(long_training):
     long_training.wait_for_checkpoint_after(saved)
     number = queue()[0].split()[0]
     assert job(number)["NodeList"] == "n[1-2]"
-    process.terminate()  # snakemake waits for its jobs then
-    ask("scancel", number)
-    process.communicate(timeout=180)
+    long_training.abandon(process)
 
 
 def test_a_time_limit_leaves_a_checkpoint_and_the_restart_goes_on_from_it(long_training):
@@ -113,8 +111,9 @@ def test_a_time_limit_leaves_a_checkpoint_and_the_restart_goes_on_from_it(long_t
 
     long_training.edit_study(change)
     saved = long_training.steps_saved()
-    process = long_training.start(TRAINING)
     stopped = long_training.training() / "stopped.json"
+    stopped.unlink()  # of the scancel before, which left a checkpoint too
+    process = long_training.start(TRAINING)
     wait_until(stopped.exists, "the signal before the time limit did not stop the training", timeout_s=150)
     step = json.loads(stopped.read_text())["step"]
     assert step > saved and step == long_training.steps_saved()
@@ -122,10 +121,7 @@ def test_a_time_limit_leaves_a_checkpoint_and_the_restart_goes_on_from_it(long_t
     wait_until(lambda: jobs_named(RULE)[-1] != first, "snakemake did not submit the training again", timeout_s=180)
     assert job(first)["JobState"] == "FAILED"  # by its own exit code 75, before the limit
     long_training.wait_for_checkpoint_after(step)
-    second = jobs_named(RULE)[-1]
-    process.terminate()
-    ask("scancel", second)
-    process.communicate(timeout=240)
+    long_training.abandon(process)
 
 
 def test_the_end_reports_every_restart(long_training):
@@ -136,7 +132,7 @@ def test_the_end_reports_every_restart(long_training):
         del study["machine"]["slurm"]["runtime_min"]
 
     long_training.edit_study(change)
-    long_training.slurm("--rerun-incomplete", TRAINING)
+    long_training.slurm(TRAINING)
     log = json.loads((long_training.folder / TRAINING).read_text())
     assert log["status"] == "ok" and [step["step"] for step in log["steps"]] == list(range(steps))
     assert len(log["resumes"]) >= 1
