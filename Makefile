@@ -10,19 +10,22 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: run test test-cluster check lint format typecheck setup flash-attn lock clean help
+.PHONY: run test test-all test-cluster check lint format typecheck setup flash-attn lock clean help
 
 run: setup  ## run the default study on this machine
 	snakemake --cores $(CORES)
 
-test: setup lint  ## lint and all tests that this machine can run
+test: setup lint  ## lint, the tests, the real workflow small; ten minutes
+	pytest -q -m "not slow"
+
+test-all: setup lint  ## also the slow ones: every world size, killed at random instants, real tunings; half an hour
 	pytest -q
 
 test-cluster: setup  ## a SLURM of two nodes on this machine (Debian, as root), and the workflow through it; 15 minutes
 	MFUBENCH_CLUSTER=1 pytest -q -x tests/cluster
 
 check: setup lint typecheck  ## lint, types, fast tests
-	pytest -q -m "not slow and not registry"
+	pytest -q -m "not slow and not registry" --ignore tests/workflow --ignore tests/train --ignore tests/data
 
 lint: setup
 	ruff check .

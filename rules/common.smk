@@ -14,7 +14,7 @@ SOURCE = ROOT / "src" / "mfubench"
 SCRIPTS = ROOT / "workflow" / "scripts"
 sys.path.insert(0, str(ROOT / "src"))
 
-from mfubench.code_digest import code_digest, file_digest
+from mfubench.code_digest import code_digest, file_digest, text_digest
 from mfubench.config import ConfigError
 from mfubench.experiments import expand_study, resolve_extends
 from mfubench.lease import processes_per_node, visible_cards
@@ -331,9 +331,15 @@ def options_of(run):
     tokenizer = Path(
         tokenizer_file(STUDY.config.datasets[run.dataset].tokenizer)
     ).parent
-    resume = "auto" if run.stage == "training" else "never"
+    work, resume = f"{RESULTS}/work/{run.name}", "never"
+    if run.stage == "training":
+        # goes on from its checkpoint after a kill; other values or other code start anew, in a folder of their own
+        work, resume = (
+            f"{work}/{text_digest(run.to_json() + TRAINING_CODE)[:8]}",
+            "auto",
+        )
     return (
-        f"--data {folder} --tokenizer {tokenizer} --work {RESULTS}/work/{run.name} --resume {resume} "
+        f"--data {folder} --tokenizer {tokenizer} --work {work} --resume {resume} "
         f"--ceilings {RESULTS}/ceilings.json "
         f"{lease_options(run.world_size // run.nnodes if run.device != 'cpu' else 0)}"
     )

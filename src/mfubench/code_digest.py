@@ -36,6 +36,11 @@ def file_digest(*paths: Path | str) -> str:
     return digest.hexdigest()[:16]
 
 
+def text_digest(text: str) -> str:
+    """Digest of a text; 16 hexadecimal digits."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def python_files(paths: Iterable[Path | str]) -> Iterator[Path]:
     for path in map(Path, paths):
         if path.is_dir():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from workflow.project import PARTS, Project
 
-pytestmark = pytest.mark.slow
+from mfubench.run_log import read_run_log
 
 AGGREGATES = {"declare_study", "tabulate_runs", "write_report", "audit_study"}
 
@@ -35,6 +35,14 @@ def test_one_call_after_a_change_leaves_nothing_stale(project):
     project.edit("study.yaml", "large: {micro_batch_size: 4}", "large: {micro_batch_size: 3}")
     project.snakemake()
     assert "Nothing to be done" in project.snakemake("-n")
+
+
+def test_a_training_with_another_value_starts_anew(project):
+    """Its earlier checkpoint is of another run."""
+    project.edit("study.yaml", "pretrain: {max_iters: 4,", "pretrain: {max_iters: 4, seed: 7,")
+    project.snakemake("training")
+    log = read_run_log(project.results / "runs" / "training" / "pretrain.json")
+    assert log.config.seed == 7 and len(log.steps) == 4 and not log.resumes
 
 
 def test_an_added_case_runs_alone_and_a_removed_one_leaves_the_tables(project):

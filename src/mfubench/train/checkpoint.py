@@ -146,10 +146,12 @@ def restore_history(path: Path, config: RunConfig, log: RunLog) -> None:
 def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
     """Raises ConfigError naming every difference that makes going on impossible."""
     saved = parse(RunConfig, json.loads((path / "config.json").read_text(encoding="utf-8")), f"{path}/config.json")
-    there, here = saved.model_dump(include=set(FIXED)), config.model_dump(include=set(FIXED))
+    done = int(path.name.removeprefix("step-"))
+    fixed = set(FIXED) if done else {"model"}  # before the first step (an imported model) there are weights alone
+    there, here = saved.model_dump(include=fixed), config.model_dump(include=fixed)
     data = json.loads((path / "history.json").read_text(encoding="utf-8"))["dataset"]
-    there["data"] = f"{data['train_tokens']} tokens, tokenizer {data['tokenizer_sha256'][:12]}"
-    if log.dataset is not None:
+    if data is not None and log.dataset is not None:
+        there["data"] = f"{data['train_tokens']} tokens, tokenizer {data['tokenizer_sha256'][:12]}"
         here["data"] = f"{log.dataset.train_tokens} tokens, tokenizer {log.dataset.tokenizer_sha256[:12]}"
     differences = [f"  {name}: {there[name]} there, {here[name]} here" for name in there if there[name] != here[name]]
     if differences:
@@ -157,7 +159,6 @@ def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
             f"{path}: is a checkpoint of another run than this one:\n" + "\n".join(differences) + "\n"
             "Go on with the settings it was made with, or start anew with --resume never."
         )
-    done = int(path.name.removeprefix("step-"))
     if done >= config.max_iters and saved.model_dump(exclude=BESIDE) != config.model_dump(exclude=BESIDE):
         raise ConfigError(
             f"{path}: all {config.max_iters} steps are done, but with other settings than this run's; what it would "
