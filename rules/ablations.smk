@@ -1,7 +1,7 @@
 use rule run_smoke as run_ablations with:
     input:
         data=run_inputs("ablations"),
-        machine=ancient(MACHINE_FILE),
+        machine=MACHINE_FILE,
     output:
         run=f"{RESULTS}/runs/ablations/{{case}}.json",
     log:

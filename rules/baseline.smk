@@ -1,7 +1,7 @@
 use rule run_smoke as run_baseline with:
     input:
         data=run_inputs("baseline"),
-        machine=ancient(MACHINE_FILE),
+        machine=MACHINE_FILE,
     output:
         run=f"{RESULTS}/runs/baseline/{{case}}.json",
     log:

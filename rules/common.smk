@@ -122,6 +122,7 @@ DATASET_CODE = code_digest(
         for name in (*TEXT, "parts.py", "assembly.py", "prepare.py")
     ]
 )
+SEARCH_CODE = TRAINING_CODE + code_digest([SOURCE / "memory_search.py"])
 CEILINGS_CODE = code_digest(
     [SOURCE / "ceilings", SOURCE / "model" / "attention_kernels.py"]
 )
@@ -303,44 +304,65 @@ def run_inputs(stage):
     """A run needs its data and, after the smoke stage, a model that passed its smoke test."""
 
     def inputs(wildcards):
-        return dataset_and_gate(STUDY.runs[f"{stage}/{wildcards.case}"])
+        name = f"{stage}/{wildcards.case}"
+        return dataset_and_gate(name, STUDY.runs[name])
 
     return inputs
 
 
-def dataset_and_gate(run):
+def dataset_and_gate(name, run):
+    """A smoke test that ran again does not make a run stale, so its gate is `ancient`, but only for a run that is up
+    to date: Snakemake looks at no other reason of a job whose ancient input is being made, and would leave a stale
+    run for a second call.
+    """
     needed = [dataset_file(run.dataset)]
     gate = STUDY.smoke_case(run.model.name)
     if gate is not None and run.stage != "smoke":
-        # order only: what makes a run stale are its values and its code, not a smoke test that ran again
-        needed.append(ancient(gate_file(gate)))
+        needed.append(ancient(gate_file(gate)) if is_current(name) else gate_file(gate))
     return needed
+
+
+def stamp_file(name):
+    return f"{RESULTS}/stamps/{name}"
+
+
+def stamp_of(name):
+    """What a result was made with: values, code, generation of the machine."""
+    if name in STUDY.searches:
+        made_with = STUDY.searches[name].to_json() + SEARCH_CODE
+    else:
+        made_with = STUDY.runs[name].to_json() + TRAINING_CODE
+    return text_digest(f"{made_with} {MACHINE.generation}")
+
+
+def is_current(name):
+    """Was this result made with what stands in the study and the code now? (A missing stamp says no.)"""
+    file = Path(stamp_file(name))
+    return file.is_file() and file.read_text(encoding="utf-8") == stamp_of(name)
 
 
 def run_options(stage):
     """Folders of a run and the cards it may take: where, not what, so none of it belongs to its configuration."""
 
     def options(wildcards):
-        return options_of(STUDY.runs[f"{stage}/{wildcards.case}"])
+        name = f"{stage}/{wildcards.case}"
+        return options_of(name, STUDY.runs[name])
 
     return options
 
 
-def options_of(run):
+def options_of(name, run):
     folder = Path(dataset_file(run.dataset)).parent
     tokenizer = Path(
         tokenizer_file(STUDY.config.datasets[run.dataset].tokenizer)
     ).parent
-    work, resume = f"{RESULTS}/work/{run.name}", "never"
-    if run.stage == "training":
-        # goes on from its checkpoint after a kill; other values or other code start anew, in a folder of their own
-        work, resume = (
-            f"{work}/{text_digest(run.to_json() + TRAINING_CODE)[:8]}",
-            "auto",
-        )
+    work, resume = f"{RESULTS}/work/{name}", "never"
+    if run.stage == "training" or name in STUDY.searches:
+        # goes on after a kill; other values or other code start anew, in a folder of their own
+        work, resume = f"{work}/{stamp_of(name)[:8]}", "auto"
     return (
         f"--data {folder} --tokenizer {tokenizer} --work {work} --resume {resume} "
-        f"--ceilings {RESULTS}/ceilings.json "
+        f"--ceilings {RESULTS}/ceilings.json --stamp-file {stamp_file(name)} --stamp {stamp_of(name)} "
         f"{lease_options(run.world_size // run.nnodes if run.device != 'cpu' else 0)}"
     )
 
@@ -401,11 +423,13 @@ def search_config(wildcards):
 
 
 def search_inputs(wildcards):
-    return dataset_and_gate(STUDY.searches[f"memory/{wildcards.case}"].run)
+    name = f"memory/{wildcards.case}"
+    return dataset_and_gate(name, STUDY.searches[name].run)
 
 
 def search_options(wildcards):
-    return options_of(STUDY.searches[f"memory/{wildcards.case}"].run)
+    name = f"memory/{wildcards.case}"
+    return options_of(name, STUDY.searches[name].run)
 
 
 def gpus_of_search(wildcards):

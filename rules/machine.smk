@@ -16,7 +16,7 @@ rule record_machine:
 
 rule measure_ceilings:
     input:
-        machine=ancient(MACHINE_FILE),
+        machine=MACHINE_FILE,
     output:
         ceilings=f"{RESULTS}/ceilings.json",
     log:

@@ -1,7 +1,7 @@
 use rule run_smoke as run_memory with:
     input:
         data=run_inputs("memory"),
-        machine=ancient(MACHINE_FILE),
+        machine=MACHINE_FILE,
     output:
         run=f"{RESULTS}/runs/memory/{{case}}.json",
     log:
@@ -19,7 +19,7 @@ use rule run_smoke as run_memory with:
 rule search_memory:
     input:
         data=search_inputs,
-        machine=ancient(MACHINE_FILE),
+        machine=MACHINE_FILE,
     output:
         limit=f"{RESULTS}/memory/{{case}}.json",
     log:
@@ -32,7 +32,7 @@ rule search_memory:
         **resources_of_search(),
     params:
         search=search_config,
-        code=TRAINING_CODE + code_digest([SOURCE / "memory_search.py"]),
+        code=SEARCH_CODE,
         generation=MACHINE.generation,
         options=search_options,
     shell:

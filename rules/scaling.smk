@@ -1,7 +1,7 @@
 use rule run_smoke as run_scaling with:
     input:
         data=run_inputs("scaling"),
-        machine=ancient(MACHINE_FILE),
+        machine=MACHINE_FILE,
     output:
         run=f"{RESULTS}/runs/scaling/{{case}}.json",
     log:

@@ -2,7 +2,7 @@
 rule run_smoke:
     input:
         data=run_inputs("smoke"),
-        machine=ancient(MACHINE_FILE),
+        machine=MACHINE_FILE,
     output:
         run=f"{RESULTS}/runs/smoke/{{case}}.json",
     log:

@@ -1,7 +1,7 @@
 use rule run_smoke as run_tiers with:
     input:
         data=run_inputs("tiers"),
-        machine=ancient(MACHINE_FILE),
+        machine=MACHINE_FILE,
     output:
         run=f"{RESULTS}/runs/tiers/{{case}}.json",
     log:

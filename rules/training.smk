@@ -1,7 +1,7 @@
 use rule run_smoke as run_training with:
     input:
         data=run_inputs("training"),
-        machine=ancient(MACHINE_FILE),
+        machine=MACHINE_FILE,
     output:
         run=f"{RESULTS}/runs/training/{{case}}.json",
     log:

@@ -15,6 +15,7 @@ from typing import Any
 from mfubench.config import ConfigError
 from mfubench.lease import lease_cards, visible_cards
 from mfubench.machine import check_same_machine
+from mfubench.run_log import write_text_atomically
 
 SETTLE_S = 5.0  # for the processes of a run that has just ended to leave their cards
 
@@ -32,11 +33,19 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", required=True, type=Path, help="folder of the prepared dataset")
     parser.add_argument("--tokenizer", type=Path, default=None, help="folder of the tokenizer")
     parser.add_argument("--ceilings", type=Path, default=None, help="ceilings.json, to show MFU on a CPU")
+    parser.add_argument("--stamp-file", type=Path, default=None, help="file that gets --stamp once --output is written")
+    parser.add_argument("--stamp", default="", help="what the result is made with")
     parser.add_argument("--work", required=True, type=Path, help="folder for checkpoints, steps and rank logs")
     parser.add_argument("--output", required=True, type=Path, help="result file to write")
     parser.add_argument(
         "--resume", choices=("auto", "never"), default="never", help="auto: go on from the checkpoint in --work"
     )
+
+
+def write_stamp(arguments: argparse.Namespace) -> None:
+    """Note beside a finished result what it was made with, for whoever asks whether it is up to date."""
+    if arguments.stamp_file is not None:
+        write_text_atomically(arguments.stamp_file, arguments.stamp)
 
 
 @contextlib.contextmanager

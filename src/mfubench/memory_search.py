@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mfubench.config import ConfigError, MemorySearch
-from mfubench.job import add_job_arguments, cards_for_job
+from mfubench.job import add_job_arguments, cards_for_job, write_stamp
 from mfubench.run_log import RunLog, read_run_log, write_json
 from mfubench.training_job import start_training
 
@@ -112,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     write_json(arguments.output, summarize(search, trials, capacities[0]))
+    write_stamp(arguments)
     return 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from mfubench.config import ConfigError
-from mfubench.job import add_job_arguments, cards_for_job
+from mfubench.job import add_job_arguments, cards_for_job, write_stamp
 from mfubench.slurm import needs_step, run_step
 from mfubench.train.arguments import paths_of, read_config
 from mfubench.train.failures import remove_stale
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             remove_stale(paths_of(arguments))  # here, before one node could take the other's first words for old ones
             return run_step(config.nnodes, [sys.executable, sys.argv[0], *argv])
         with cards_for_job(arguments):
-            return start_training(
+            code = start_training(
                 arguments.config,
                 data=arguments.data,
                 tokenizer=arguments.tokenizer,
@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 output=arguments.output,
                 resume=arguments.resume,
             )
+        if code == 0:
+            write_stamp(arguments)
+        return code
     except (ConfigError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
