@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -101,17 +102,19 @@ def test_a_step_has_one_task_a_node_and_a_name_of_its_own(command, capfd):
     assert capfd.readouterr().out.splitlines()[1] != first
 
 
-def test_a_signal_to_the_batch_script_goes_to_the_tasks_not_to_srun(command, tmp_path):
-    command("srun", f"trap 'echo killed > {tmp_path}/srun' TERM; touch {tmp_path}/started; sleep 2")
+@pytest.mark.parametrize(("number", "passed_on"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_an_interrupt_becomes_sigterm_to_the_tasks_and_srun_is_left_alone(command, tmp_path, number, passed_on):
+    command("srun", f"trap 'echo killed > {tmp_path}/srun' TERM INT; touch {tmp_path}/started; sleep 2")
     command("scancel", f'echo "$@" > {tmp_path}/scancel')
     code = "from mfubench.slurm import run_step; run_step(1, ['x'])"
     process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "SLURM_JOB_ID": "5"})
     while not (tmp_path / "started").exists():
         assert process.poll() is None
-    process.terminate()
+    process.send_signal(number)
     assert process.wait(timeout=30) == 0
-    assert (tmp_path / "scancel").read_text() == "--signal=TERM 5\n"
     assert not (tmp_path / "srun").exists()
+    assert (tmp_path / "scancel").exists() is passed_on
+    assert not passed_on or (tmp_path / "scancel").read_text() == "--signal=TERM 5\n"
 
 
 def test_the_default_profile_takes_nothing_from_the_slurm_profile():

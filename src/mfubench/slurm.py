@@ -50,7 +50,9 @@ def needs_step() -> bool:
 def run_step(nodes: int, command: Sequence[str]) -> int:
     """Run a command once on each of the job's nodes; returns the highest exit code.
 
-    A SIGTERM goes on to the tasks: srun itself would answer it by killing them.
+    SIGTERM is not acted on: SLURM sends it to the tasks as well, who write a checkpoint. Passed on by `scancel`, which
+    tries again for a while, it would meet the next start of a job that is put back into the queue. An interrupt from a
+    terminal becomes a SIGTERM to the tasks: srun would answer it by killing them.
     """
     srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
     if nodes > 1:
@@ -59,10 +61,11 @@ def run_step(nodes: int, command: Sequence[str]) -> int:
     name = uuid.uuid4().hex
     process = subprocess.Popen([*srun, *command], env={**os.environ, STEP: name}, start_new_session=True)
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=False)  # signals steps alone
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=False)  # steps alone
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return process.wait()
     finally:

@@ -80,6 +80,6 @@ def test_two_nodes_train_as_one_does(project, tmp_path):
 
 def test_the_plain_profile_form_submits_too(project):
     figure = "results/minimal/figures/loss.png"
-    output = project.slurm("--workflow-profile", "default", "--profile", "profiles/slurm", "-R", "plot_loss", figure)
+    output = project.slurm(figure, "--workflow-profile", "default", "--profile", "profiles/slurm", "-R", "plot_loss")
     (number,) = submitted(output)
     assert job(number)["Comment"] == "rule_plot_loss"
