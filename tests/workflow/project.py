@@ -26,7 +26,7 @@ class Project:
 
     def snakemake(self, *arguments: str, check: bool = True) -> str:
         """Output of one call of snakemake with the test study."""
-        command = [sys.executable, "-m", "snakemake", "--cores", "2", "--configfile", "study.yaml", *arguments]
+        command = [sys.executable, "-m", "snakemake", "--cores", "2", *arguments, "--configfile", "study.yaml"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MFUBENCH_CONFIG_DIR": ""}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         process = subprocess.run(

@@ -39,7 +39,7 @@ def test_one_call_after_a_change_leaves_nothing_stale(project):
 
 def test_a_training_with_another_value_starts_anew(project):
     """Its earlier checkpoint is of another run."""
-    project.edit("study.yaml", "pretrain: {max_iters: 4,", "pretrain: {max_iters: 4, seed: 7,")
+    project.edit("study.yaml", "cases: {pretrain: {max_iters: 4,", "cases: {pretrain: {seed: 7, max_iters: 4,")
     project.snakemake("training")
     log = read_run_log(project.results / "runs" / "training" / "pretrain.json")
     assert log.config.seed == 7 and len(log.steps) == 4 and not log.resumes
@@ -56,7 +56,8 @@ def test_an_added_case_runs_alone_and_a_removed_one_leaves_the_tables(project):
 
 
 def test_a_changed_plot_reruns_the_plot(project):
-    project.edit("src/mfubench/analysis/figures/throughput.py", "import", "CHANGED = 1\nimport")
+    with (project.folder / "src/mfubench/analysis/figures/throughput.py").open("a") as stream:
+        stream.write("\nCHANGED = 1\n")
     rules = rules_of(project.stale())
     assert "plot_throughput" in rules
     assert rules <= {"plot_throughput", "write_report", "audit_study"}
