@@ -48,13 +48,17 @@ def inductor_cache(config: RunConfig, resolved: Resolved) -> Path:
 
 
 def cap_memory(gib: float, process: Process) -> None:
-    """Make allocations beyond `gib` fail: of the CUDA allocator, or of this process's data segment on a CPU."""
+    """Make allocations beyond `gib` fail: of the CUDA allocator, or of this process as a whole on a CPU.
+
+    A CPU process is limited in its data segment, which holds more than is resident; it may grow by what is left
+    between its resident memory now (Python and torch) and the cap.
+    """
     if process.on_cuda:
         total = torch.cuda.get_device_properties(process.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), process.device)
         return
-    data_size = psutil.Process().memory_info().data  # what Python and torch have taken before training
-    limit = data_size + int(gib * 2**30)
+    now = psutil.Process().memory_info()
+    limit = now.data + max(0, int(gib * 2**30) - now.rss)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
