@@ -36,6 +36,7 @@ localrules:
     ablations,
     memory,
     training,
+    export,
     analysis,
 
 
@@ -91,6 +92,11 @@ rule memory:
 rule training:
     input:
         stage_files("training"),
+
+
+rule export:
+    input:
+        export_files(),
 
 
 rule analysis:

@@ -351,15 +351,45 @@ def run_options(stage):
     return options
 
 
+def work_of(name):
+    """Where a run leaves what it needs to go on. Trainings and searches go on after a kill, but only with the same
+    values and code: other ones start anew, in a folder of their own.
+    """
+    folder = f"{RESULTS}/work/{name}"
+    if goes_on(name):
+        return f"{folder}/{stamp_of(name)[:8]}"
+    return folder
+
+
+def goes_on(name):
+    return name.startswith("training/") or name in STUDY.searches
+
+
+def work_of_training(wildcards):
+    return work_of(f"training/{wildcards.case}")
+
+
+def tokenizer_of_training(wildcards):
+    run = STUDY.runs[f"training/{wildcards.case}"]
+    return tokenizer_file(STUDY.config.datasets[run.dataset].tokenizer)
+
+
+def export_files():
+    """Exported models of the trainings that leave a checkpoint."""
+    runs = [STUDY.runs[f"training/{case}"] for case in STUDY.cases("training")]
+    return [
+        f"{RESULTS}/hf/{run.case}/config.json"
+        for run in runs
+        if run.checkpoint.at_end or run.checkpoint.interval
+    ]
+
+
 def options_of(name, run):
     folder = Path(dataset_file(run.dataset)).parent
     tokenizer = Path(
         tokenizer_file(STUDY.config.datasets[run.dataset].tokenizer)
     ).parent
-    work, resume = f"{RESULTS}/work/{name}", "never"
-    if run.stage == "training" or name in STUDY.searches:
-        # goes on after a kill; other values or other code start anew, in a folder of their own
-        work, resume = f"{work}/{stamp_of(name)[:8]}", "auto"
+    work, resume = work_of(name), "auto" if goes_on(name) else "never"
     return (
         f"--data {folder} --tokenizer {tokenizer} --work {work} --resume {resume} "
         f"--ceilings {RESULTS}/ceilings.json --stamp-file {stamp_file(name)} --stamp {stamp_of(name)} "
