@@ -15,10 +15,10 @@ export PATH := $(abspath $(BIN)):$(PATH)
 run: setup  ## run the default study on this machine
 	snakemake --cores $(CORES)
 
-test: setup lint  ## lint, the tests, the real workflow small; ten minutes
+test: setup lint typecheck  ## lint, the tests, the real workflow small; ten minutes
 	pytest -q -m "not slow"
 
-test-all: setup lint  ## also the slow ones: every world size, killed at random instants, real tunings; half an hour
+test-all: setup lint typecheck  ## also the slow ones: every world size, killed at random instants, real tunings; half an hour
 	pytest -q
 
 test-cluster: setup  ## a SLURM of two nodes on this machine (Debian, as root), and the workflow through it; 15 minutes
