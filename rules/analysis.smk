@@ -38,7 +38,7 @@ rule tabulate_runs:
     resources:
         **cpu_resources("analysis"),
     params:
-        code=analysis_code("analysis"),
+        code=table_code(),
         facts=FACTS,
     shell:
         "python workflow/scripts/tabulate_runs.py --study-dir $(dirname {input.study}) --output-dir $(dirname {output.runs}) 2>&1 | tee {log}"

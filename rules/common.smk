@@ -160,6 +160,11 @@ def analysis_code(*modules):
     return ANALYSIS_CODE + code_digest([SOURCE / module for module in modules])
 
 
+def table_code():
+    """Digest for the tables: the analysis without its figures and its report."""
+    return ANALYSIS_CODE + code_digest((SOURCE / "analysis").glob("*.py"))
+
+
 def plot_code(figure):
     """Digest for one figure: its own module, and what the figures share."""
     others = {f"{name}.py" for name in FIGURES if name != figure}

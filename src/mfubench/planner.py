@@ -136,6 +136,8 @@ class PlanConfig(Strict):
             least, most = getattr(self, low), getattr(self, high)
             if least is not None and most is not None and least > most:
                 raise ValueError(f"{low} {least} is above {high} {most}")
+        if odd := [size for size in self.head_dims if size % 2]:
+            raise ValueError(f"head_dims: {odd[0]} is odd; RoPE rotates pairs, so a head size must be even")
         return self
 
 
