@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mfubench.data.meta import Shard, Skipped, Split, SplitName, TokenDtype, write_atomically
+from mfubench.data.meta import Shard, Skipped, Split, SplitName, TokenDtype
 from mfubench.data.parts import Part, part_path
+from mfubench.run_log import write_text_atomically
 
 
 class OpenSplit(BaseModel):
@@ -110,7 +111,7 @@ class Assembly:
         journal.text_bytes += part.text_bytes
         for reason, count in part.skipped.items():
             journal.skipped[reason] = journal.skipped.get(reason, 0) + count
-        write_atomically(self.folder / "journal.json", journal.model_dump_json())
+        write_text_atomically(self.folder / "journal.json", journal.model_dump_json())
         for path in [part_path(self.folder, name, split) for split in ("train", "val")] + [
             self.folder / f"{name}.json"
         ]:

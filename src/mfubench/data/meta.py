@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
 from mfubench.config import ConfigError, Strict
+from mfubench.run_log import write_text_atomically
 
 TokenDtype = Literal["uint16", "uint32"]
 SplitName = Literal["train", "val"]
@@ -105,19 +104,4 @@ def read_meta(schema: type[Meta], folder: Path) -> Meta:
 
 
 def write_meta(meta: TokenizerMeta | DatasetMeta, folder: Path) -> None:
-    write_atomically(folder / "meta.json", json.dumps(meta.model_dump(mode="json"), indent=2) + "\n")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Whole or not at all, whatever interrupts."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_text_atomically(folder / "meta.json", json.dumps(meta.model_dump(mode="json"), indent=2) + "\n")

@@ -21,7 +21,8 @@ from mfubench.data.corpus import Slice
 from mfubench.data.disk import expected_tokens
 from mfubench.data.documents import read_documents
 from mfubench.data.encoder import Encoder, load_encoder
-from mfubench.data.meta import SplitName, TokenDtype, write_atomically
+from mfubench.data.meta import SplitName, TokenDtype
+from mfubench.run_log import write_text_atomically
 
 BATCH_BYTES = 2**20  # text that is encoded and written at a time; what bounds a worker's memory
 
@@ -74,7 +75,7 @@ def encode_slice(source: Slice, config: DatasetConfig, encoder: Encoder, folder:
                     tokens[split] += _write(mine, encoder, files[split])
                     documents[split] += len(mine)
     part = Part(tokens=tokens, documents=documents, skipped=dict(skipped), text_bytes=text_bytes, size=source.size)
-    write_atomically(folder / f"{name}.json", part.model_dump_json())
+    write_text_atomically(folder / f"{name}.json", part.model_dump_json())
     return part
 
 

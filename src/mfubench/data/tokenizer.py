@@ -39,7 +39,8 @@ from mfubench.data.encoder import (
     tokenizers_encoder,
     vocabulary_sha256,
 )
-from mfubench.data.meta import TokenizerMeta, write_atomically, write_meta
+from mfubench.data.meta import TokenizerMeta, write_meta
+from mfubench.run_log import write_text_atomically
 
 __all__ = ["Encoder", "get_tokenizer", "load_encoder"]
 
@@ -94,8 +95,10 @@ def get_tokenizer(config: TokenizerConfig, out_dir: Path) -> TokenizerMeta:
         encoder=encoder,
         encoder_reason=reason,
     )
-    write_atomically(out_dir / "tokenizer.json", payload.decode())
-    write_atomically(out_dir / "tokenizer_config.json", json.dumps(_transformers_config(settings, eos_token), indent=2))
+    write_text_atomically(out_dir / "tokenizer.json", payload.decode())
+    write_text_atomically(
+        out_dir / "tokenizer_config.json", json.dumps(_transformers_config(settings, eos_token), indent=2)
+    )
     write_meta(meta, out_dir)
     return meta
 
