@@ -190,3 +190,10 @@ def test_the_cause_comes_first(tmp_path):
     for rank, kind, at in ((0, "error", now + 1), (1, "error", now), (2, "oom", now + 2)):
         failures.write_failure(tmp_path, failures.Failure(rank, kind, "", "", at))
     assert [record.rank for record in failures.read_failures(tmp_path)] == [2, 1, 0]
+
+
+def test_what_a_rank_says_after_its_first_failure_does_not_replace_it(tmp_path):
+    failures.ranks_folder(tmp_path).mkdir(parents=True)
+    failures.write_failure(tmp_path, failures.Failure(0, "hang", "no progress", "", 1.0))
+    failures.write_failure(tmp_path, failures.Failure(0, "error", "connection closed by peer", "", 2.0))
+    assert [record.kind for record in failures.read_failures(tmp_path)] == ["hang"]

@@ -9,6 +9,7 @@ second and end their processes, whatever collective they are stuck in; the launc
 from __future__ import annotations
 
 import json
+import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -50,6 +51,7 @@ SUSPICIOUS = (
 )
 # Kinds that are never the consequence of another rank's failure
 CAUSES = {"oom": 0, "died": 1}
+_one_writer = threading.Lock()  # the main thread and the watchdog's may fail at the same time
 FULL_FRACTION = 0.03  # of the device's memory free, or less: as good as full
 
 
@@ -117,7 +119,12 @@ def remove_stale(paths: Paths) -> None:
 
 
 def write_failure(work: Path, failure: Failure) -> None:
-    write_json(ranks_folder(work) / f"failure-{failure.rank}.json", asdict(failure))
+    """Record a failure, unless its rank has one already: what a rank says later (a connection closed by a peer that
+    ended because of it, say) only follows from the first."""
+    path = ranks_folder(work) / f"failure-{failure.rank}.json"
+    with _one_writer:
+        if not path.exists():
+            write_json(path, asdict(failure))
 
 
 def read_failures(work: Path) -> list[Failure]:
