@@ -11,7 +11,14 @@ if "study" not in config:
 report: "workflow/report/workflow.rst"
 
 
-include: "rules/common.smk"
+include: "rules/study.smk"
+include: "rules/digests.smk"
+include: "rules/names.smk"
+include: "rules/order.smk"
+include: "rules/gates.smk"
+include: "rules/resources.smk"
+include: "rules/arguments.smk"
+include: "rules/queue.smk"
 include: "rules/tokenizer.smk"
 include: "rules/dataset.smk"
 include: "rules/machine.smk"

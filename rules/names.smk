@@ -1,0 +1,62 @@
+# Files by name.
+
+
+def tokenizer_file(name):
+    return f"{RESOURCES}/tokenizers/{name}/meta.json"
+
+
+def dataset_file(name):
+    return f"{RESOURCES}/datasets/{name}/meta.json"
+
+
+def run_file(name):
+    return f"{RESULTS}/runs/{name}.json"
+
+
+def gate_file(case):
+    return f"{RESULTS}/smoke/{case}.passed"
+
+
+def stage_files(stage, gate=False):
+    """Run logs of a stage; the smoke stage's gates instead where `gate` is set."""
+    return [
+        gate_file(case) if gate else run_file(f"{stage}/{case}")
+        for case in STUDY.cases(stage)
+    ]
+
+
+def memory_limit_files():
+    return [f"{RESULTS}/{name}.json" for name in STUDY.searches]
+
+
+def all_results():
+    """Everything that the analysis reads."""
+    return [run_file(name) for name in STUDY.runs] + memory_limit_files()
+
+
+def work_of(name):
+    """Where a run leaves what it needs to go on. Trainings and searches go on after a kill, but only with the same
+    values and code: other ones start anew, in a folder of their own.
+    """
+    folder = f"{RESULTS}/work/{name}"
+    if goes_on(name):
+        return f"{folder}/{stamp_of(name)[:8]}"
+    return folder
+
+
+def goes_on(name):
+    return name.startswith("training/") or name in STUDY.searches
+
+
+def work_of_training(wildcards):
+    return work_of(f"training/{wildcards.case}")
+
+
+def export_files():
+    """Exported models of the trainings that leave a checkpoint."""
+    runs = [STUDY.runs[f"training/{case}"] for case in STUDY.cases("training")]
+    return [
+        f"{RESULTS}/hf/{run.case}/config.json"
+        for run in runs
+        if run.checkpoint.at_end or run.checkpoint.interval
+    ]

@@ -1,0 +1,73 @@
+# The study, expanded once: a fault in it stops here, before the first job. And what it says of the machine.
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+ROOT = Path(workflow.basedir)
+ROOT = (
+    ROOT if (ROOT / "src").is_dir() else ROOT.parent
+)  # included through workflow/Snakefile
+SOURCE = ROOT / "src" / "mfubench"
+SCRIPTS = ROOT / "workflow" / "scripts"
+sys.path.insert(0, str(ROOT / "src"))
+
+from mfubench.config import ConfigError
+from mfubench.experiments import expand_study, resolve_extends
+from mfubench.lease import processes_per_node, visible_cards
+
+# Snakemake strips an inherited PYTHONPATH from conda jobs.
+shell.prefix(f"export PYTHONPATH={ROOT / 'src'}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; ")
+
+MACHINE_SECTION = (
+    config.get("machine") if isinstance(config.get("machine"), dict) else {}
+)
+PROCESSES_PER_NODE = processes_per_node(MACHINE_SECTION.get("gpus", "auto"))
+CONFIG_FILE = (
+    os.path.relpath(workflow.configfiles[-1])
+    if workflow.configfiles
+    else "config/config.yaml"
+)
+try:
+    config = resolve_extends(config, ROOT / "config" / "studies", CONFIG_FILE)
+    STUDY = expand_study(config, CONFIG_FILE, PROCESSES_PER_NODE)
+except ConfigError as error:
+    raise WorkflowError(str(error)) from None
+
+MACHINE = STUDY.config.machine
+RESULTS = f"{STUDY.config.results_dir}/{STUDY.config.study}"
+RESOURCES = STUDY.config.resources_dir
+LOGS = f"{RESULTS}/logs"
+MACHINE_FILE = f"{RESULTS}/machine.json"
+HAS_GPUS = bool(visible_cards()) or isinstance(MACHINE.gpus, int)
+MEASURES_GPUS = HAS_GPUS and any(run.device != "cpu" for run in STUDY.runs.values())
+os.environ.update(MACHINE.network)
+
+if workflow.is_main_process and STUDY.skipped:
+    for name, reason in STUDY.skipped.items():
+        print(f"left out: {name} {reason}", file=sys.stderr)
+
+# Jobs of one node: how many GPUs there are, and one measurement at a time. A limit that nobody gives is no limit.
+if workflow.is_main_process:
+    workflow.global_resources.setdefault(
+        "gpu", PROCESSES_PER_NODE * MACHINE.max_nodes if HAS_GPUS else 0
+    )
+    workflow.global_resources.setdefault("exclusive", 1)
+
+# A measured rule claims every core, so that nothing else of this workflow runs beside it.
+ALL_CORES = os.cpu_count() or 1
+
+# Times that a training starts again by itself. Its job must not do so: the snakemake in there would spend what is left
+# of the allocation on a second attempt.
+TRAINING_RESTARTS = (
+    MACHINE.slurm.training_restarts if MACHINE.slurm and workflow.is_main_process else 0
+)
+
+
+wildcard_constraints:
+    case=r"[a-z0-9][a-z0-9.\-]*",
+    tokenizer="|".join(map(re.escape, STUDY.config.tokenizers)) or "none",
+    dataset="|".join(map(re.escape, STUDY.config.datasets)) or "none",
