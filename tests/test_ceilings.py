@@ -9,8 +9,9 @@ import pytest
 import torch
 from factories import make_model
 
-from mfubench.ceilings import Ceilings, main, read_ceilings
+from mfubench.ceilings import Ceilings, read_ceilings
 from mfubench.ceilings.kernels import model_linears
+from mfubench.ceilings.measure import main
 from mfubench.config import ConfigError
 from mfubench.flops import count_parameters
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
 from pydantic import Field
 
 from mfubench.config import ConfigError, Strict, parse
-from mfubench.presets import CONFIG_DIR
+from mfubench.presets import CONFIG_DIR, read_table
 from mfubench.run_log import Choice, RunLog
 
 if TYPE_CHECKING:
@@ -81,16 +80,7 @@ class Peak:
 
 @functools.cache
 def read_hardware(path: Path) -> tuple[HardwareRow, ...]:
-    try:
-        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); set MFUBENCH_CONFIG_DIR to the folder with hardware.yaml"
-        ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is no valid YAML ({error})") from None
-    if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
-        raise ConfigError(f"{path}: must map card keys to rows")
+    rows = read_table(path, "must map card keys to rows")
     parsed = tuple(parse(HardwareRow, {"key": key, **row}, f"{path.name}: {key}") for key, row in rows.items())
     owners: dict[str, str] = {}
     for row in parsed:

@@ -20,18 +20,26 @@ CONFIG_DIR = Path(os.environ.get("MFUBENCH_CONFIG_DIR") or Path(mfubench.__file_
 
 @functools.cache
 def read_presets(path: Path) -> dict[str, dict[str, Any]]:
-    """The presets of one YAML file, as plain data. Raises ConfigError where the file is missing or no mapping."""
+    """The presets of one YAML file, as plain data."""
+    return read_table(path, "must map preset names to mappings of model keys")
+
+
+def read_table(path: Path, shape: str) -> dict[str, dict[str, Any]]:
+    """A YAML file of the config folder that maps names to mappings.
+
+    Raises ConfigError where it is missing, no YAML, or of another shape (then saying `shape`).
+    """
     try:
-        presets = yaml.safe_load(path.read_text(encoding="utf-8"))
+        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); set MFUBENCH_CONFIG_DIR to the folder with models.yaml"
+            f"{path}: cannot be read ({error.strerror}); set MFUBENCH_CONFIG_DIR to the folder with {path.name}"
         ) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is no valid YAML ({error})") from None
-    if not isinstance(presets, dict) or not all(isinstance(preset, dict) for preset in presets.values()):
-        raise ConfigError(f"{path}: must map preset names to mappings of model keys")
-    return presets
+    if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
+        raise ConfigError(f"{path}: {shape}")
+    return rows
 
 
 def preset_names() -> list[str]:

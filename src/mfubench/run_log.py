@@ -13,11 +13,13 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mfubench.config import ConfigError, RunConfig
+
+Artifact = TypeVar("Artifact", bound=BaseModel)
 
 SCHEMA_VERSION: Final = 1
 
@@ -207,12 +209,17 @@ def finite(value: Any) -> Any:
 
 def write_text_atomically(path: Path | str, text: str) -> None:
     """Write a file that is whole or not there: temporary file beside it, fsync, rename."""
+    write_bytes_atomically(path, text.encode("utf-8"))
+
+
+def write_bytes_atomically(path: Path | str, content: bytes) -> None:
+    """As `write_text_atomically`, of bytes."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         Path(temporary).chmod(0o644)
@@ -233,16 +240,21 @@ def write_run_log(path: Path | str, log: RunLog) -> None:
 
 def read_run_log(path: Path | str) -> RunLog:
     """Read and validate a run JSON. Raises ConfigError naming the file and what is wrong with it."""
+    return read_artifact(RunLog, path, "is not a run JSON of this version")
+
+
+def read_artifact(schema: type[Artifact], path: Path | str, complaint: str) -> Artifact:
+    """Read a JSON file as `schema`. Raises ConfigError: the file, `complaint`, the first key that does not fit."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     try:
-        return RunLog.model_validate_json(text)
+        return schema.model_validate_json(text)
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(str(part) for part in fault["loc"])
-        raise ConfigError(f"{path}: is not a run JSON of this version: {where}: {fault['msg']}") from None
+        raise ConfigError(f"{path}: {complaint}: {where}: {fault['msg']}") from None
 
 
 def append_step(path: Path, step: Step) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from mfubench.ceilings import main
+from mfubench.ceilings.measure import main
 
 if __name__ == "__main__":
     sys.exit(main())

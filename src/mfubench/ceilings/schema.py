@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from mfubench.config import ConfigError
+from mfubench.run_log import read_artifact
 
 Product = Literal["forward", "input_gradient", "weight_gradient"]
 Arithmetic = Literal["bf16", "fp16", "tf32", "fp32"]
@@ -137,13 +137,4 @@ class Ceilings(Record):
 
 def read_ceilings(path: Path | str) -> Ceilings:
     """Read and validate ceilings.json. Raises ConfigError naming the file and what is wrong with it."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    try:
-        return Ceilings.model_validate_json(text)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        where = ".".join(str(part) for part in fault["loc"])
-        raise ConfigError(f"{path}: holds no ceilings of this version: {where}: {fault['msg']}") from None
+    return read_artifact(Ceilings, path, "holds no ceilings of this version")

@@ -159,6 +159,8 @@ def _workers(config: DatasetConfig, tokenizer_dir: Path, num_workers: int, work:
     """Worker processes that have loaded the tokenizer."""
     context = multiprocessing.get_context("spawn")  # a fork would copy this process's threads in unknown states
     pool = ProcessPoolExecutor(num_workers, context, parts.start_worker, (config, tokenizer_dir, work))
+    for _ in range(num_workers):  # the pool starts a process only when a task finds none idle: now, all side by side
+        pool.submit(parts.get_ready)
     try:
         yield pool
     finally:
