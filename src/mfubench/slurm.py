@@ -17,9 +17,9 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from mfubench.config import ConfigError
+from mfubench.stop_signals import on_stop
 
 JOB_NAME_PREFIX = "mfubench"  # slurm-jobname-prefix of profiles/slurm
 STEP = "MFUBENCH_STEP"  # within a step: its name, another one each time
@@ -61,16 +61,12 @@ def run_step(nodes: int, command: Sequence[str]) -> int:
     name = uuid.uuid4().hex
     process = subprocess.Popen([*srun, *command], env={**os.environ, STEP: name}, start_new_session=True)
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int) -> None:
         if number == signal.SIGINT:
             subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=False)  # steps alone
 
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with on_stop(pass_on):
         return process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def jobs_of_folder(folder: Path) -> list[Job]:

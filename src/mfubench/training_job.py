@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from mfubench.config import ConfigError
 from mfubench.job import add_job_arguments, cards_for_job, write_stamp
 from mfubench.slurm import needs_step, run_step
+from mfubench.stop_signals import on_stop
 from mfubench.train.arguments import paths_of, read_config
 from mfubench.train.failures import remove_stale
 
@@ -71,13 +70,5 @@ def start_training(
     if ceilings is not None:
         command += ["--ceilings", str(ceilings)]
     process = subprocess.Popen(command)
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
-
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with on_stop(process.send_signal):
         return process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from types import FrameType
 
 from mfubench.banner import banner
 from mfubench.config import ConfigError, RunConfig
@@ -21,6 +19,7 @@ from mfubench.hardware import peak_for
 from mfubench.machine import describe_cards
 from mfubench.run_log import read_run_log, read_steps, write_json, write_run_log
 from mfubench.slurm import STEP
+from mfubench.stop_signals import on_stop
 from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
 from mfubench.train.failures import Failure, ranks_folder, read_failures, remove_stale, stop_file
 from mfubench.train.progress import Display
@@ -91,21 +90,15 @@ def prepare_folders(paths: Paths) -> None:
 
 def run_ranks(config: RunConfig, paths: Paths, command: Sequence[str], display: Display) -> None:
     """Start this node's ranks as processes and wait for them; signals become the wish to stop."""
-
-    def ask_to_stop(number: int, frame: FrameType | None) -> None:
-        stop_file(paths.work).touch()
-
-    previous = {number: signal.signal(number, ask_to_stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    ranks = Ranks(config, paths.work, command)
-    try:
-        while not ranks.finished():
-            if node_rank() == 0:
-                display.follow(paths.live)
-            time.sleep(0.1)
-    finally:
-        ranks.kill()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with on_stop(lambda number: stop_file(paths.work).touch()):
+        ranks = Ranks(config, paths.work, command)
+        try:
+            while not ranks.finished():
+                if node_rank() == 0:
+                    display.follow(paths.live)
+                time.sleep(0.1)
+        finally:
+            ranks.kill()
 
 
 def conclude(paths: Paths) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -10,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
+from mfubench.stop_signals import on_stop
 from mfubench.train.failures import Failure, ranks_folder, read_failures, stop_file, write_failure
 
 POLL_S = 0.3
@@ -31,11 +32,12 @@ class Watchdog:
         self.deadline = float("inf")
         self.stacks = open(ranks_folder(work) / f"stacks-{rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
         self.beat(START_FACTOR)
-        self.previous = {number: signal.signal(number, self.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.signals = contextlib.ExitStack()
+        self.signals.enter_context(on_stop(self.on_signal))
         self.thread = threading.Thread(target=self.watch, name="watchdog", daemon=True)
         self.thread.start()
 
-    def on_signal(self, number: int, frame: FrameType | None) -> None:
+    def on_signal(self, number: int) -> None:
         """First signal: stop after a checkpoint. Second interrupt from the keyboard: at once."""
         if number == signal.SIGINT and self.stop_requested:
             raise KeyboardInterrupt
@@ -51,8 +53,7 @@ class Watchdog:
         self.over.set()
         faulthandler.cancel_dump_traceback_later()
         self.thread.join()
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
+        self.signals.close()
         self.stacks.close()
 
     def watch(self) -> None:
