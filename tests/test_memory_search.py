@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import yaml
+from factories import make_run_log
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mfubench.experiments import expand_study
-from mfubench.memory_search import find_limit, summarize
+from mfubench.memory_search import find_limit, predict_limit, summarize
+from mfubench.run_log import Choice
 
 DEFAULT_STUDY = Path(__file__).parents[1] / "config" / "config.yaml"
 SEARCH = next(iter(expand_study(yaml.safe_load(DEFAULT_STUDY.read_text()), "f.yaml", 2).searches.values()))
@@ -28,16 +30,16 @@ def machine_that_holds(limit, calls=None):
     return try_micro_batch
 
 
-@given(limit=st.integers(0, 80))
-def test_the_limit_is_exact_below_the_largest_candidate(limit):
+@given(limit=st.integers(0, 80), predicted=st.none() | st.integers(0, 100))
+def test_the_limit_is_exact_below_the_largest_candidate(limit, predicted):
     calls = []
-    trials = find_limit(SEARCH, machine_that_holds(limit, calls))
+    trials = find_limit(SEARCH, machine_that_holds(limit, calls), lambda: predicted)
     result = summarize(SEARCH, trials, 100.0)
     largest_candidate = max(SEARCH.candidates)
     assert result["largest"] == (min(limit, largest_candidate) or None)
     assert result["largest_is_exact"] == (limit < largest_candidate)
     assert len(calls) == len(set(calls))
-    assert len(calls) <= len(SEARCH.candidates) + 6
+    assert len(calls) <= len(SEARCH.candidates) + 6 + (predicted is not None) * 2
 
 
 def test_comfort_is_below_the_stated_share():
@@ -50,3 +52,25 @@ def test_comfort_is_below_the_stated_share():
     assert [trial["micro_batch_size"] for trial in result["trials"]] == sorted(
         trial["micro_batch_size"] for trial in result["trials"]
     )
+
+
+@given(limit=st.integers(1, 126))
+def test_a_right_prediction_takes_two_trials_at_most_and_a_bisection_more(limit):
+    search = SEARCH.model_copy(update={"candidates": (128,)})
+    calls = []
+    find_limit(search, machine_that_holds(limit, calls), lambda: limit)
+    assert calls == [128, limit, limit + 1]
+    calls.clear()
+    find_limit(search, machine_that_holds(limit, calls))
+    assert len(calls) == 8
+
+
+def test_the_limit_of_a_card_is_predicted_with_the_settings_that_ran():
+    log = make_run_log()
+    predicted = predict_limit(SEARCH, log)
+    assert predicted is not None and predicted > 0
+    plain = Choice(requested="block", used="none", reason="no compiler")
+    not_compiled = log.model_copy(update={"used": {**log.used, "compile": plain}})
+    assert 0 < predict_limit(SEARCH, not_compiled) < predicted
+    on_a_cpu = log.model_copy(update={"environment": log.environment.model_copy(update={"gpus": []})})
+    assert predict_limit(SEARCH, on_a_cpu) is None

@@ -1,8 +1,9 @@
 """The memory limit of a setting: the largest micro-batch that trains.
 
-The candidates are tried in order until one runs out of memory; then the limit is bisected between the last that
-trained and the first that did not. Each trial is a process of its own, so that an out-of-memory dies alone. Trials
-are kept in the work folder: a search that was interrupted goes on where it ended.
+The candidates are tried in order until one runs out of memory; then the limit is sought between the last that trained
+and the first that did not: at the limit that the memory model predicts, beside it, then by bisection. Each trial is a
+process of its own, so that an out-of-memory dies alone. Trials are kept in the work folder: a search that was
+interrupted goes on where it ended.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ from typing import Any
 
 from mfubench.config import ConfigError, MemorySearch
 from mfubench.job import add_job_arguments, cards_for_job, write_stamp
+from mfubench.memory import largest_micro_batch
 from mfubench.run_log import RunLog, read_run_log, write_json
 from mfubench.training_job import start_training
 
 Trial = dict[str, Any]
 
 
-def find_limit(search: MemorySearch, try_micro_batch: Callable[[int], Trial]) -> list[Trial]:
-    """Trials in the order they were made. A trial fits when its status is `ok`."""
+def find_limit(
+    search: MemorySearch, try_micro_batch: Callable[[int], Trial], predicted: Callable[[], int | None] = lambda: None
+) -> list[Trial]:
+    """Trials in the order they were made. A trial fits when its status is `ok`.
+
+    `predicted` is asked after the candidates: the largest micro-batch that is expected to train, if anything is.
+    """
     trials: list[Trial] = []
     largest, too_large = 0, None
     for micro_batch_size in search.candidates:
@@ -32,13 +39,32 @@ def find_limit(search: MemorySearch, try_micro_batch: Callable[[int], Trial]) ->
             break
         largest = micro_batch_size
     while search.bisect and too_large is not None and too_large - largest > 1:
-        middle = (largest + too_large) // 2
-        trials.append(try_micro_batch(middle))
+        chosen = choose_between(largest, too_large, predicted())
+        trials.append(try_micro_batch(chosen))
         if trials[-1]["status"] == "ok":
-            largest = middle
+            largest = chosen
         else:
-            too_large = middle
+            too_large = chosen
     return trials
+
+
+def choose_between(largest: int, too_large: int, predicted: int | None) -> int:
+    """What to try next, between a micro-batch that trained and one that did not: a right prediction takes two trials,
+    itself and the next one, and a wrong one costs no more than these two."""
+    if predicted is not None and largest <= predicted <= too_large:
+        return min(max(predicted, largest + 1), too_large - 1)
+    return (largest + too_large) // 2
+
+
+def predict_limit(search: MemorySearch, log: RunLog) -> int | None:
+    """The largest micro-batch by the memory model, with the settings that `log` used; None on a CPU, which it does not
+    describe."""
+    if not log.environment.gpus:
+        return None
+    from mfubench.calibration import shipped_calibration
+    from mfubench.measured_runs import as_run
+
+    return largest_micro_batch(as_run(log), memory_gib(log), shipped_calibration().memory)
 
 
 def describe_trial(log: RunLog) -> Trial:
@@ -69,7 +95,9 @@ def memory_gib(log: RunLog) -> float:
     return log.environment.memory_gib / log.config.world_size
 
 
-def summarize(search: MemorySearch, trials: list[Trial], capacity_gib: float) -> dict[str, Any]:
+def summarize(
+    search: MemorySearch, trials: list[Trial], capacity_gib: float, predicted: int | None = None
+) -> dict[str, Any]:
     fitting = [trial for trial in trials if trial["status"] == "ok"]
     comfortable = [
         trial["micro_batch_size"]
@@ -85,6 +113,7 @@ def summarize(search: MemorySearch, trials: list[Trial], capacity_gib: float) ->
         "largest": max((trial["micro_batch_size"] for trial in fitting), default=None),
         "largest_is_exact": limited and search.bisect,
         "largest_comfortable": max(comfortable, default=None),
+        "largest_predicted": predicted,
     }
 
 
@@ -95,11 +124,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_job_arguments(parser)
     arguments = parser.parse_args(argv)
     search = MemorySearch.model_validate_json(arguments.search)
-    capacities: list[float] = []
+    logs: list[RunLog] = []
+
+    def predicted() -> int | None:
+        return predict_limit(search, logs[0])
 
     def try_micro_batch(micro_batch_size: int) -> Trial:
         log = run_trial(search, micro_batch_size, arguments)
-        capacities.append(memory_gib(log))
+        logs.append(log)
         trial = describe_trial(log)
         peak = f"{trial['peak_memory_gib']:.2f} GiB" if trial["peak_memory_gib"] is not None else "no peak recorded"
         print(f"micro-batch {micro_batch_size}: {trial['status']}, {peak}", file=sys.stderr, flush=True)
@@ -107,11 +139,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         with cards_for_job(arguments):
-            trials = find_limit(search, try_micro_batch)
+            trials = find_limit(search, try_micro_batch, predicted)
     except (ConfigError, TimeoutError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    write_json(arguments.output, summarize(search, trials, capacities[0]))
+    write_json(arguments.output, summarize(search, trials, memory_gib(logs[0]), predicted()))
     write_stamp(arguments)
     return 0
 
