@@ -19,6 +19,8 @@ Attention = Literal["auto", "fa4", "fa3", "fa2", "cudnn", "sdpa", "eager"]
 Parallelism = Literal["none", "ddp", "zero1", "fsdp"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+PROFILED_MICRO_STEPS = 64  # longest step that is profiled: some 1,500 kernels each, with all that surrounds them
+
 # Settings that may fall back to something else on the machine at hand. A run may `require` some of them: it is then
 # skipped, with the reason, rather than measured as something other than what its name says.
 Fallible = Literal["attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8"]
@@ -146,8 +148,20 @@ class MeasurementConfig(Strict):
     adaptive: bool = Field(False, description="stop before max_iters once the median is known well enough")
     min_steps: int = Field(20, ge=1, description="adaptive: measured steps at least")
     tolerance: float = Field(0.005, gt=0, lt=1, description="adaptive: half-width of the median's 95 % interval")
-    profile: bool = Field(True, description="name the kernels of one extra, unmeasured step in the run log")
+    profile: Literal["none", "kernels", "timeline"] = Field(
+        "kernels",
+        description="kernels: name those of one extra, unmeasured step in the run log; timeline: also keep a trace of "
+        "a whole step of all ranks, taken after the last measured one",
+    )
     gradient_interval: int | None = Field(None, ge=1, description="steps between per-layer gradient statistics")
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_switch(cls, values: Any) -> Any:
+        """`profile` was a switch in run logs of earlier versions."""
+        if isinstance(values, dict) and isinstance(values.get("profile"), bool):
+            return {**values, "profile": "kernels" if values["profile"] else "none"}
+        return values
 
 
 class RunConfig(Strict):
@@ -249,6 +263,11 @@ class RunConfig(Strict):
             raise ValueError(
                 f"seq_len {self.seq_len} is above the model's {self.model.max_position_embeddings} learned "
                 "positions (model.max_position_embeddings)"
+            )
+        if self.measurement.profile == "timeline" and self.gradient_accumulation_steps > PROFILED_MICRO_STEPS:
+            raise ValueError(
+                f"measurement.profile: timeline keeps a whole step, and one of {self.gradient_accumulation_steps} "
+                f"micro-steps is too long (at most {PROFILED_MICRO_STEPS}): profile a case with fewer"
             )
         if self.fp8 and self.dtype != "bfloat16":
             raise ValueError(f"fp8 needs dtype: bfloat16 for what stays outside the float8 matmuls, not {self.dtype}")

@@ -114,7 +114,7 @@ def test_graphs_follow_the_learning_rate_and_new_batches(data, tmp_path):
 
 @pytest.mark.gpu
 def test_time_memory_and_environment_of_a_gpu_run(data, tmp_path):
-    measurement = {"profile": True, "warmup_steps": 2, "preheat_s": 1.0}
+    measurement = {"profile": "kernels", "warmup_steps": 2, "preheat_s": 1.0}
     log = run(gpu_config(compile="block", max_iters=30, measurement=measurement), data, tmp_path)
     assert log.steps[0].phase == "compile"
     assert [step.phase for step in log.steps[4:]] == ["measured"] * 26

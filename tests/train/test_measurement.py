@@ -22,7 +22,7 @@ def everything(data, tmp_path_factory):
         evaluation={"interval": 6, "iters": 2, "at_start": True, "at_end": True},
         checkpoint={"interval": 10},
         sample_tokens=5,
-        measurement={"profile": True, "warmup_steps": 3, "preheat_s": 0.2, "gradient_interval": 8},
+        measurement={"profile": "kernels", "warmup_steps": 3, "preheat_s": 0.2, "gradient_interval": 8},
     )
     return run_here(config, data, work), work
 
@@ -55,7 +55,7 @@ def test_exactly_max_iters_steps_and_marked_phases(everything):
 
 def test_what_happens_between_steps_changes_no_loss(everything, data, tmp_path):
     log, _ = everything
-    measurement = {"profile": False, "gradient_interval": 8}
+    measurement = {"profile": "none", "gradient_interval": 8}
     plain = run_here(
         tiny_config(micro_batch_size=4, gradient_accumulation_steps=2, measurement=measurement), data, tmp_path
     )
@@ -102,7 +102,7 @@ def test_gradient_statistics_at_their_interval(everything):
 @pytest.mark.slow
 def test_evaluation_and_gradient_statistics_do_not_depend_on_the_parallelism(data, tmp_path):
     options = {
-        "measurement": {"profile": True, "gradient_interval": 5},
+        "measurement": {"profile": "kernels", "gradient_interval": 5},
         "evaluation": {"at_end": True, "iters": 2},
         "sample_tokens": 4,
     }
@@ -123,7 +123,7 @@ def test_evaluation_and_gradient_statistics_do_not_depend_on_the_parallelism(dat
 
 
 def test_adaptive_length_ends_early_and_says_why(data, tmp_path):
-    measurement = {"profile": False, "adaptive": True, "min_steps": 20, "tolerance": 0.3, "warmup_steps": 2}
+    measurement = {"profile": "none", "adaptive": True, "min_steps": 20, "tolerance": 0.3, "warmup_steps": 2}
     log = run_here(tiny_config(max_iters=400, measurement=measurement), data, tmp_path)
     assert log.status == "ok"
     assert 22 < len(log.steps) < 400
@@ -133,7 +133,7 @@ def test_adaptive_length_ends_early_and_says_why(data, tmp_path):
 
 @pytest.mark.slow
 def test_adaptive_length_is_the_same_on_all_ranks(data, tmp_path):
-    measurement = {"profile": False, "adaptive": True, "min_steps": 20, "tolerance": 0.5}
+    measurement = {"profile": "none", "adaptive": True, "min_steps": 20, "tolerance": 0.5}
     config = tiny_config(max_iters=300, world_size=2, micro_batch_size=4, measurement=measurement)
     log = run_many({"run": config}, data, tmp_path)["run"]
     assert len(log.steps) < 300

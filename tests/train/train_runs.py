@@ -66,7 +66,7 @@ def tiny_config(**overrides) -> RunConfig:
         "device": "cpu",
         "parallelism": "ddp",
         "optimizer": {"learning_rate": 0.01, "min_learning_rate": 0.001, "warmup_iters": 4, "lr_decay_iters": 20},
-        "measurement": {"profile": False, "warmup_steps": 1},
+        "measurement": {"profile": "none", "warmup_steps": 1},
     }
     return RunConfig.model_validate(values | overrides)
 

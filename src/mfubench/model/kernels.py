@@ -29,7 +29,7 @@ def profile_kernels(step: Callable[[], None], device: torch.device | str) -> Ker
     `attention` holds the fused attention kernels or, where none ran, the softmax kernels (plain attention); names are
     distinct and sorted, `other_count` counts distinct names too.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler reports its own start and stop
+    quiet_profiler()
     cuda = torch.device(device).type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU], acc_events=True) as profiler:
         step()
@@ -40,6 +40,11 @@ def profile_kernels(step: Callable[[], None], device: torch.device | str) -> Ker
     if cuda:
         return classify({name for name in names if not name.startswith(("Memcpy", "Memset"))})
     return classify({name for name in names if "::" in name and not name.startswith("autograd::")})
+
+
+def quiet_profiler() -> None:
+    """Before the first profile of a process, or the profiler reports its own start and stop."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def classify(names: set[str]) -> Kernels:

@@ -45,6 +45,11 @@ class Paths:
         return self.work / "stopped.json"
 
     @property
+    def trace(self) -> Path:
+        """The profiled step, where one was asked for."""
+        return self.work / "trace.json.gz"
+
+    @property
     def checkpoints(self) -> Path:
         return self.work / "checkpoints"
 

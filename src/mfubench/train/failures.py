@@ -9,6 +9,8 @@ second and end their processes, whatever collective they are stuck in; the launc
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import threading
 import time
 import traceback
@@ -53,6 +55,7 @@ SUSPICIOUS = (
 CAUSES = {"oom": 0, "died": 1}
 _one_writer = threading.Lock()  # the main thread and the watchdog's may fail at the same time
 FULL_FRACTION = 0.03  # of the device's memory free, or less: as good as full
+FULL_DISK = 1 << 20  # bytes free, or less: what was to be written did not fit
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,16 @@ def device_is_full() -> bool:
     return min(free, allowed - torch.cuda.memory_reserved()) < FULL_FRACTION * total
 
 
-def failure_of(rank: int, error: BaseException) -> Failure:
+def failure_of(rank: int, error: BaseException, work: Path) -> Failure:
     text = "".join(traceback.format_exception(error))
     reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-    return Failure(rank, classify(error), reason, text[-8000:], time.time())
+    return Failure(rank, classify(error), full_disk(work) or reason, text[-8000:], time.time())
+
+
+def full_disk(folder: Path) -> str | None:
+    """A sentence where no room is left on the disk: what fails then hardly ever says so itself."""
+    free = shutil.disk_usage(folder).free
+    return f"no room is left on the disk of {folder}: make some and start again" if free <= FULL_DISK else None
 
 
 def ranks_folder(work: Path) -> Path:
@@ -112,7 +121,7 @@ def stop_file(work: Path) -> Path:
 
 def remove_stale(paths: Paths) -> None:
     """Remove what an earlier attempt left and this one could take for its own."""
-    left = [paths.output, paths.failure, paths.stopped, paths.partial, paths.live, stop_file(paths.work)]
+    left = [paths.output, paths.failure, paths.stopped, paths.partial, paths.live, paths.trace, stop_file(paths.work)]
     folder = ranks_folder(paths.work)
     for path in [*left, *folder.glob("failure-*.json"), *folder.glob("rendezvous-*")]:
         path.unlink(missing_ok=True)
@@ -120,11 +129,15 @@ def remove_stale(paths: Paths) -> None:
 
 def write_failure(work: Path, failure: Failure) -> None:
     """Record a failure, unless its rank has one already: what a rank says later (a connection closed by a peer that
-    ended because of it, say) only follows from the first."""
+    ended because of it, say) only follows from the first. Where nothing can be written it is said to the log alone."""
     path = ranks_folder(work) / f"failure-{failure.rank}.json"
     with _one_writer:
-        if not path.exists():
+        if path.exists():
+            return
+        try:
             write_json(path, asdict(failure))
+        except OSError as error:
+            print(f"{path}: {error.strerror}; rank {failure.rank}: {failure.reason}", file=sys.stderr, flush=True)
 
 
 def read_failures(work: Path) -> list[Failure]:

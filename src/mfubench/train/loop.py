@@ -25,6 +25,7 @@ from mfubench.train.progress import Display
 from mfubench.train.reporter import Reporter
 from mfubench.train.setup import set_flags
 from mfubench.train.step import StepFunction, TrainStep
+from mfubench.train.timeline import keep_timeline, profiled_steps
 from mfubench.train.training import Skip, Training, build, capture, evaluate_now, finish, prepare_measurement, save_now
 from mfubench.train.watchdog import Watchdog
 
@@ -90,7 +91,8 @@ def run_steps(training: Training, reporter: Reporter) -> None:
     """Steps first_step ... max_iters - 1, and what is done between them."""
     config, log, recorder, optimizer = training.config, training.log, training.recorder, training.optimizer
     first_step, process, measurement = training.first_step, training.process, config.measurement
-    batches = Batches(training.train_tokens, config, process, training.position, config.max_iters - first_step)
+    count = config.max_iters - first_step + profiled_steps(config)
+    batches = Batches(training.train_tokens, config, process, training.position, count)
     eager_step = TrainStep(training.model, training.engine, optimizer)
     take_step: StepFunction = eager_step
     gradients = GradientMeter(training.engine, optimizer, process)
@@ -145,6 +147,8 @@ def run_steps(training: Training, reporter: Reporter) -> None:
     if log.status == "failed":
         log.status, log.reason = "ok", None
     recorder.training_s = time.perf_counter() - t0
+    if measurement.profile == "timeline":
+        keep_timeline(training, take_step, batches)
     gc.enable()
     gc.unfreeze()
     reporter.close()

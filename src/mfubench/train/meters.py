@@ -75,6 +75,7 @@ class Recorder:
         self.tokens_here = 0  # trained on since this process started, over all ranks
         self.training_s = 0.0
         self.stepped = 0  # steps launched by this process
+        self.memory: RankMemory | None = None  # of the run proper, where a profile follows it
         self.begin()
         self.intervals: list[tuple[float, float]] = []  # of measured steps, (start, end) in unix seconds
 
@@ -98,6 +99,10 @@ class Recorder:
         if self.graphs_compiled != before:
             return "compile"
         return "warmup" if self.stepped <= self.config.measurement.warmup_steps else "measured"
+
+    def note_memory(self) -> None:
+        """Keep the peaks so far: the profiler's own memory is not the run's."""
+        self.memory = memory_of(self.process)
 
     def take_history(self) -> None:
         """Go on from the steps of earlier processes. Where there were more or fewer ranks, every rank's time of those

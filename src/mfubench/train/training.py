@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,6 +35,11 @@ class Skip(Exception):
     """A required setting turned out not to be had here."""
 
 
+def process_began() -> float:
+    """When this process did, by time.perf_counter(): the wall clock may be set while a run lasts."""
+    return time.perf_counter() - (time.time() - psutil.Process().create_time())
+
+
 @dataclass
 class Training:
     config: RunConfig
@@ -51,6 +56,7 @@ class Training:
     recorder: Recorder
     first_step: int = 0
     position: int = 0  # the next unread sequence of the endless stream
+    began: float = field(default_factory=process_began)
 
     @property
     def state(self) -> checkpoint.State:
@@ -96,7 +102,7 @@ def prepare_measurement(training: Training, step: TrainStep, inputs: Tensor, lab
     def once() -> None:
         step.forward_backward(inputs[:1], labels[:1])
 
-    if measurement.profile:
+    if measurement.profile != "none":
         with recorder.phase("profile", done):
             if process.is_main:
                 training.log.kernels = profile_kernels(once, process.device)
@@ -170,11 +176,10 @@ def finish(training: Training, sampler: Sampler | None) -> None:
     if sampler is not None:
         log.telemetry = sampler.summarize(recorder.intervals)
     log.rank_step_times_s = process.gather(recorder.rank_times)
-    log.memory = process.gather(memory_of(process))
-    started_at = psutil.Process().create_time()
+    log.memory = process.gather(recorder.memory or memory_of(process))
     log.wall = Wall(
-        started_at=datetime.fromtimestamp(started_at, UTC).isoformat(),
-        total_s=time.time() - started_at,
+        started_at=datetime.fromtimestamp(psutil.Process().create_time(), UTC).isoformat(),
+        total_s=time.perf_counter() - training.began,
         training_s=recorder.training_s,
         training_tokens=recorder.tokens_here,
     )

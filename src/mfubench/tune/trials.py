@@ -177,7 +177,7 @@ def run_of(request: Request, setting: Setting) -> RunConfig:
             "preheat_s": 3.0 if request.on_cards else 0.0,
             "min_steps": 8,
             "tolerance": 0.01,
-            "profile": False,
+            "profile": "none",
         },
     }
     tuned = {"name": f"tune/{setting.name}", "world_size": request.gpus, **asdict(setting)}

@@ -1,0 +1,308 @@
+"""Where a step's time went: every moment of a rank's step belongs to exactly one category. No torch.
+
+Compute that runs at the same time on several streams shares the moment equally; a copy counts where no compute runs, a
+collective where nothing else does (it is hidden otherwise); what is left is a gap. So the parts add up to the step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mfubench.profiling.categories import (
+    CATEGORIES,
+    COMMUNICATION,
+    COPY,
+    DATA,
+    HOST,
+    MATMUL,
+    QUEUE,
+    category_of_kernel,
+    category_of_operator,
+)
+from mfubench.profiling.chrome_trace import (
+    DATA_MARK,
+    DEVICE_WORK,
+    HOST_WORK,
+    STEP_MARK,
+    CutStep,
+    Event,
+    end_of,
+    matmul_shape,
+    pass_of,
+)
+from mfubench.profiling.trace_file import Trace
+
+Span = tuple[float, float]  # microseconds on the rank's time line
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Something that took time on one lane (a stream, a thread). On a CPU a piece of an operator's own time."""
+
+    name: str
+    category: str
+    start: float
+    end: float
+    launched: float | None = None
+    direction: str | None = None  # forward | backward
+    shape: tuple[int, int, int] | None = None  # of a matmul: m, k, n
+    of: int = 0  # the event that this is (a piece of)
+
+
+@dataclass(frozen=True)
+class KernelTotal:
+    """All launches of one kernel name in the step (on a CPU: of one operator, its own time)."""
+
+    name: str
+    category: str
+    count: int
+    total_s: float
+    median_s: float
+
+
+@dataclass(frozen=True)
+class RankBreakdown:
+    """One rank's step. `parts` has every category and sums to `step_s`; a collective's is its exposed time."""
+
+    rank: int
+    step_s: float
+    busy_s: float  # some kernel ran, whatever it was
+    parts: dict[str, float]
+    directions: dict[str, dict[str, float]]  # category -> forward, backward: kernel time, overlaps not divided
+    hidden_communication_s: float
+    kernels: list[KernelTotal]
+    matmuls: dict[tuple[int, int, int], tuple[int, float]]  # m, k, n -> count, seconds
+    collectives_s: list[float]  # kernel times in launch order
+    waiting_s: float | None = None  # inside collectives for the last rank to arrive; None: it cannot be told
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """A profiled step of a run."""
+
+    name: str
+    device: str
+    ranks: list[RankBreakdown] = field(default_factory=list)
+    left_out: str = "nothing"
+
+    @property
+    def slowest(self) -> RankBreakdown:
+        """The rank that the others wait for: its collectives are the transfer itself, not a wait."""
+        waits = [rank for rank in self.ranks if rank.waiting_s is not None]
+        if len(waits) > 1:
+            return min(waits, key=lambda rank: rank.waiting_s or 0.0)
+        return max(self.ranks, key=lambda rank: rank.step_s)
+
+
+def break_down(trace: Trace) -> Breakdown | None:
+    """Take a trace apart. None where it holds no step."""
+    if not trace.ranks:
+        return None
+    ranks = with_waits([break_down_rank(rank) for rank in trace.ranks])
+    return Breakdown(trace.name, trace.ranks[0].device, ranks, trace.left_out)
+
+
+def break_down_rank(step: CutStep) -> RankBreakdown:
+    slices = device_slices(step) if step.device == "cuda" else operator_slices(step)
+    inside = sorted((piece for piece in slices if overlap(piece, step.window) > 0), key=lambda piece: piece.start)
+    parts, hidden, gaps = attribute(inside, step.window)
+    data_waits = [
+        (event["ts"], end_of(event))
+        for event in step.events
+        if event["cat"] in HOST_WORK and event["name"].startswith(DATA_MARK)
+    ]
+    for gap, piece in gaps:
+        for category, seconds in explain_gap(gap, piece, data_waits).items():
+            parts[category] += seconds
+    step_us = step.window[1] - step.window[0]
+    idle = sum(parts[category] for category in (HOST, QUEUE, DATA))
+    return RankBreakdown(
+        rank=step.rank,
+        step_s=step_us / 1e6,
+        busy_s=(step_us - idle) / 1e6,
+        parts={category: parts.get(category, 0.0) / 1e6 for category in CATEGORIES},
+        directions=by_direction(inside),
+        hidden_communication_s=hidden / 1e6,
+        kernels=kernel_totals(inside),
+        matmuls=matmul_totals(inside),
+        collectives_s=[(p.end - p.start) / 1e6 for p in inside if is_collective(p)],
+    )
+
+
+# --- what took time ---------------------------------------------------------------------------------------------------
+
+
+def device_slices(step: CutStep) -> Iterable[Slice]:
+    for event in step.events:
+        if event["cat"] not in DEVICE_WORK:
+            continue
+        arguments = event.get("args", {})
+        category = category_of_kernel(event["name"], tuple(arguments.get("host", ())))
+        yield Slice(
+            event["name"],
+            category if event["cat"] == "kernel" else COPY,
+            event["ts"],
+            end_of(event),
+            arguments.get("launched"),
+            arguments.get("pass"),
+            tuple(arguments["shape"]) if "shape" in arguments else None,
+            id(event),
+        )
+
+
+def operator_slices(step: CutStep) -> Iterable[Slice]:
+    """A CPU's operators as pieces of own time, thread by thread: inside an operator, what its callees do not take.
+
+    Only the thread of the step and collectives (gloo has threads of its own) are work of the step.
+    """
+    threads: dict[int, list[Event]] = defaultdict(list)
+    for event in step.events:
+        if event["cat"] not in HOST_WORK:
+            continue
+        if event["tid"] == step.main_thread:
+            threads[event["tid"]].append(event)
+        elif category_of_operator(event["name"]) == COMMUNICATION:
+            yield Slice(event["name"], COMMUNICATION, event["ts"], end_of(event), of=id(event))
+    for events in threads.values():
+        for event, enclosing, start, end in own_time(events):
+            names = tuple(other["name"] for other in enclosing if not other["name"].startswith(STEP_MARK))
+            waiting = any(name.startswith(DATA_MARK) for name in names)
+            category = DATA if waiting else category_of_operator(event["name"], names)
+            direction = pass_of([*names, event["name"]])
+            shape = matmul_shape([*enclosing, event]) if category == MATMUL else None
+            yield Slice(event["name"], category, start, end, None, direction, shape, id(event))
+
+
+def own_time(events: list[Event]) -> Iterable[tuple[Event, list[Event], float, float]]:
+    """(event, those around it, start, end) for each stretch in which an event of one thread is the innermost."""
+    stack: list[Event] = []
+    now = 0.0
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        while stack and end_of(stack[-1]) <= event["ts"]:
+            done = stack.pop()
+            if end_of(done) > now:
+                yield done, list(stack), now, end_of(done)
+                now = end_of(done)
+        if stack and event["ts"] > now:
+            yield stack[-1], stack[:-1], now, event["ts"]
+        now = max(now, event["ts"])
+        stack.append(event)
+    while stack:
+        done = stack.pop()
+        if end_of(done) > now:
+            yield done, list(stack), now, end_of(done)
+            now = end_of(done)
+
+
+# --- whose each moment is ---------------------------------------------------------------------------------------------
+
+
+def overlap(piece: Slice, window: Span) -> float:
+    return min(piece.end, window[1]) - max(piece.start, window[0])
+
+
+def is_collective(piece: Slice) -> bool:
+    """The transfer itself, not the operator that asks for it."""
+    return piece.category == COMMUNICATION and not piece.name.startswith("c10d::")
+
+
+def attribute(slices: list[Slice], window: Span) -> tuple[dict[str, float], float, list[tuple[Span, Slice | None]]]:
+    """(microseconds by category, hidden communication, gaps with the slice that ends each)."""
+    begins, ends = window
+    points: list[tuple[float, int, int]] = []  # time, 0 = end before 1 = start, index
+    for index, piece in enumerate(slices):
+        points.append((max(piece.start, begins), 1, index))
+        points.append((min(piece.end, ends), 0, index))
+    parts: dict[str, float] = defaultdict(float)
+    hidden = 0.0
+    gaps: list[tuple[Span, Slice | None]] = []
+    active: set[int] = set()
+    now = begins
+    for time, starts, index in sorted(points):
+        if time > now:
+            if active:
+                hidden += share_moment(time - now, [slices[other].category for other in active], parts)
+            else:
+                gaps.append(((now, time), slices[index]))
+            now = time
+        if starts:
+            active.add(index)
+        else:
+            active.discard(index)
+    if ends > now:
+        gaps.append(((now, ends), None))
+    return parts, hidden, gaps
+
+
+def share_moment(length: float, categories: list[str], parts: dict[str, float]) -> float:
+    """Give a moment to what ran in it; returns how much of it hides a collective."""
+    communicating = COMMUNICATION in categories
+    # a CPU's interpreter stands around while a collective runs: that is the wait for it
+    compute = [category for category in categories if category not in (COMMUNICATION, COPY, HOST)]
+    if compute:
+        for category in compute:
+            parts[category] += length / len(compute)
+        return length if communicating else 0.0
+    owner = next(category for category in (COPY, COMMUNICATION, HOST) if category in categories)
+    parts[owner] += length
+    return length if communicating and owner != COMMUNICATION else 0.0
+
+
+def explain_gap(gap: Span, piece: Slice | None, data_waits: list[Span]) -> dict[str, float]:
+    """An idle stretch of the device: until the next kernel was launched the host was behind (for data, or for its own
+    work), after that the device had it and did not run it."""
+    begins, ends = gap
+    if piece is None or piece.launched is None:
+        return {QUEUE: ends - begins}
+    launched = min(max(piece.launched, begins), ends)
+    for_data = sum(max(0.0, min(launched, end) - max(begins, start)) for start, end in data_waits)
+    return {DATA: for_data, HOST: launched - begins - for_data, QUEUE: ends - launched}
+
+
+# --- totals -----------------------------------------------------------------------------------------------------------
+
+
+def kernel_totals(slices: list[Slice]) -> list[KernelTotal]:
+    """Largest first. A name that serves several purposes stands once for each."""
+    times: dict[tuple[str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for piece in slices:
+        times[piece.name, piece.category][piece.of] += (piece.end - piece.start) / 1e6
+    totals = [
+        KernelTotal(name, category, len(seconds), sum(seconds.values()), statistics.median(seconds.values()))
+        for (name, category), seconds in times.items()
+    ]
+    return sorted(totals, key=lambda total: -total.total_s)
+
+
+def by_direction(slices: list[Slice]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for piece in slices:
+        if piece.direction is not None:
+            found[piece.category][piece.direction] += (piece.end - piece.start) / 1e6
+    return {category: dict(times) for category, times in found.items()}
+
+
+def matmul_totals(slices: list[Slice]) -> dict[tuple[int, int, int], tuple[int, float]]:
+    """(count, seconds) of each shape."""
+    found: dict[tuple[int, int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for piece in slices:
+        if piece.shape is not None and piece.category == MATMUL:
+            found[piece.shape][piece.of] += (piece.end - piece.start) / 1e6
+    return {shape: (len(seconds), sum(seconds.values())) for shape, seconds in found.items()}
+
+
+def with_waits(ranks: list[RankBreakdown]) -> list[RankBreakdown]:
+    """Note how long each rank waited inside collectives.
+
+    A collective ends on all ranks at once and begins when the last one comes: what a rank's takes longer than the
+    shortest is its wait. Clocks of several machines need not agree for that.
+    """
+    counts = {len(rank.collectives_s) for rank in ranks}
+    if len(ranks) < 2 or len(counts) > 1 or counts == {0}:
+        return ranks
+    shortest = [min(times) for times in zip(*(rank.collectives_s for rank in ranks), strict=True)]
+    waits = [sum(rank.collectives_s) - sum(shortest) for rank in ranks]
+    return [RankBreakdown(**{**rank.__dict__, "waiting_s": wait}) for rank, wait in zip(ranks, waits, strict=True)]
