@@ -107,7 +107,13 @@ def attention_seconds(config: RunConfig, rates: Rates) -> float:
 
 
 def elementwise_bytes(config: RunConfig) -> float:
-    """Bytes that norms, RoPE, activations, residuals, loss and gradient accumulation move in one micro-step.
+    """Bytes that norms, RoPE, activations, residuals and the loss move in one micro-step."""
+    return sum(elementwise_bytes_by_group(config).values())
+
+
+def elementwise_bytes_by_group(config: RunConfig) -> dict[str, float]:
+    """`elementwise_bytes` of norm (residual sums and q/k-norms with it), rope, activation, attention (its backward's
+    dot product), embedding and loss.
 
     Fused as a compiler fuses them: each quantity read once and written once where its matmul or attention needs it.
     """
@@ -116,6 +122,7 @@ def elementwise_bytes(config: RunConfig) -> float:
     tokens = config.micro_batch_size * config.seq_len
     hidden, intermediate = m.hidden_size, m.intermediate_size
     q_width, kv_width = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
+    forwards = 2 if config.activation_checkpointing != "none" else 1
 
     norm_forward = 4 * hidden  # read stream and branch, write stream and normed
     norm_backward = 5 * hidden  # read gradient, stream, gradient of the stream; write both onward
@@ -126,17 +133,28 @@ def elementwise_bytes(config: RunConfig) -> float:
     mlp_forward = (gated + 1) * intermediate
     mlp_backward = (2 * gated + 2) * intermediate  # gradient and inputs; their gradients and the product again
 
-    forward = 2 * norm_forward + rope + mlp_forward
-    backward = 2 * norm_backward + rope + query_key_norm + output_dot + mlp_backward
-    passes = forward * (2 if config.activation_checkpointing != "none" else 1) + backward
-    blocks = tokens * element * m.num_hidden_layers * passes
-    loss = tokens * element * 4 * m.vocab_size  # read logits for the sum, read and write for the gradient, read
+    a_layer = {
+        "norm": 2 * norm_forward * forwards + 2 * norm_backward + query_key_norm,
+        "rope": rope * forwards + rope,
+        "activation": mlp_forward * forwards + mlp_backward,
+        "attention": output_dot,
+    }
+    groups = {name: tokens * element * m.num_hidden_layers * width for name, width in a_layer.items()}
+    groups["norm"] += tokens * element * (norm_forward + norm_backward)  # the last norm
+    groups["embedding"] = tokens * element * 3 * hidden  # lookup and its gradient
+    return groups | {"loss": loss_bytes(config)}
+
+
+def loss_bytes(config: RunConfig) -> float:
+    """Bytes of softmax, cross-entropy and their gradient in one micro-step."""
+    element = ELEMENT_BYTES[config.dtype]
+    tokens, vocab_size = config.micro_batch_size * config.seq_len, config.model.vocab_size
+    loss = tokens * element * 4 * vocab_size  # read logits for the sum, read and write for the gradient, read
     if config.loss != "full":
-        chunks = math.ceil(tokens * element * m.vocab_size / LOSS_CHUNK_BYTES)
-        weight = m.vocab_size * hidden
+        chunks = math.ceil(tokens * element * vocab_size / LOSS_CHUNK_BYTES)
+        weight = vocab_size * config.model.hidden_size
         loss += weight * (chunks * 2 * GRADIENT_BYTES + 4 * element)  # a float32 sum each chunk, then cast and scaled
-    ends = tokens * element * (3 * hidden + norm_forward + norm_backward)  # embedding and its gradient, last norm
-    return blocks + loss + ends
+    return float(loss)
 
 
 def accumulation_bytes(config: RunConfig) -> float:
