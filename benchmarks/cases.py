@@ -1,0 +1,110 @@
+"""benchmarks/cases.yaml as typed objects, and the jobs they make. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field
+
+from benchmarks.peers.job import Job
+from mfubench.config import ConfigError, RunConfig, Strict, parse
+from mfubench.presets import load_model
+
+FILE = Path(__file__).parent / "cases.yaml"
+CHECKOUTS = {"torchtitan": "torchtitan", "nanogpt": "nanogpt", "litgpt": "litgpt"}  # system -> option with its path
+
+
+class System(Strict):
+    driver: str
+    settings: dict[str, Any] = {}
+    environment: dict[str, str] = {}
+
+
+class Case(Strict):
+    model: str
+    sequences_per_step: int = Field(ge=1, description="per GPU and optimizer step")
+    micro_batch_sizes: tuple[int, ...] = Field(min_length=1, strict=False)
+    best_of: dict[str, tuple[int, ...]] = Field({}, strict=False)
+    systems: tuple[str, ...] = Field(min_length=1, strict=False)
+    seq_len: int = 2048
+
+    def candidates(self, system: str) -> tuple[int, ...]:
+        return self.best_of.get(system, self.micro_batch_sizes)
+
+
+class Cases(Strict):
+    systems: dict[str, System]
+    cases: dict[str, Case]
+
+
+def read_cases(path: Path = FILE) -> Cases:
+    """Raises ConfigError naming what is wrong with the file."""
+    cases = parse(Cases, yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
+    for name, case in cases.cases.items():
+        for system in case.systems:
+            if system not in cases.systems:
+                raise ConfigError(f"{path}: cases.{name}.systems: no system {system!r}")
+            for size in case.candidates(system):
+                if case.sequences_per_step % size:
+                    raise ConfigError(f"{path}: cases.{name}: {size} does not divide {case.sequences_per_step}")
+    return cases
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a benchmark is run: what does not depend on case or system."""
+
+    data: Path
+    work: Path
+    device: str = "auto"
+    preheat_s: float = 10.0
+    measure_s: float = 20.0
+    trial_s: float = 3.0
+    min_steps: int = 10
+    checkouts: dict[str, Path] | None = None  # system -> source tree
+
+
+def make_run(model: str, seq_len: int, micro_batch_size: int, accumulation: int, device: str, **more: Any) -> RunConfig:
+    """The work of a job, as every system does it."""
+    on_cpu = device == "cpu"
+    values = {
+        "name": f"peers/{model}",
+        "model": load_model(model).model_dump(mode="json"),
+        "dataset": "shared",
+        "seq_len": seq_len,
+        "micro_batch_size": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "max_iters": 1,
+        "device": device,
+        "dtype": "float32" if on_cpu else "bfloat16",
+        "measurement": {"profile": not on_cpu},
+        **more,
+    }
+    return parse(RunConfig, values, f"benchmark {model}")
+
+
+def make_job(plan: Plan, cases: Cases, name: str, system: str, micro_batch_size: int, label: str, trial: bool) -> Job:
+    """One run of `system` in the case `name`; it lies below work/NAME/SYSTEM/."""
+    case, declared = cases.cases[name], cases.systems[system]
+    folder = plan.work / name / system / label
+    settings = dict(declared.settings)
+    if plan.device == "cpu":
+        settings["compile"] = "none" if declared.driver == "mfubench_engine" else False  # minutes, for tiny shapes
+    checkout = (plan.checkouts or {}).get(system)
+    accumulation = case.sequences_per_step // micro_batch_size
+    return Job(
+        system=system,
+        driver=declared.driver,
+        run=make_run(case.model, case.seq_len, micro_batch_size, accumulation, plan.device),
+        data=str(plan.data.resolve()),
+        work=str(folder.resolve()),
+        output=str((folder / "record.json").resolve()),
+        settings=settings,
+        checkout=str(checkout.resolve()) if checkout else None,
+        preheat_s=0.0 if trial else plan.preheat_s,
+        measure_s=plan.trial_s if trial else plan.measure_s,
+        min_steps=min(4, plan.min_steps) if trial else plan.min_steps,
+    )

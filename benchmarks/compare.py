@@ -1,0 +1,261 @@
+"""mfubench against other systems on one card: `benchmarks/run.sh`, which is `python -m benchmarks.compare`.
+
+For each case each system is first tried shortly (which fills its compile cache and finds its best micro-batch), then
+all are repeated in turn, A B C A B C …, every run a process of its own. Finished runs are kept as files: what was
+broken off, by --minutes or otherwise, goes on where it ended. Results are written anew after each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import figure, rows
+from benchmarks.cases import CHECKOUTS, Cases, Plan, make_job, read_cases
+from benchmarks.peers.job import Job, Record, read_record
+from benchmarks.processes import finish, start
+from mfubench.config import ConfigError
+from mfubench.experiments import parse_overrides
+from mfubench.machine import describe_cards
+from mfubench.run_log import write_json, write_text_atomically
+
+HERE = Path(__file__).parent
+FIRST_RUN_S = 170.0  # a run of which nothing is known yet: start, compilation, trial
+LONGEST_RUN_S = 570.0
+RERUN_MARGIN = 1.25  # a repeat takes about as long as the one before it
+
+
+class OutOfTime(Exception):
+    """--minutes are over; all that was finished is kept."""
+
+
+class Bench:
+    """One case: its systems, their jobs, and the files of those that are done."""
+
+    def __init__(self, name: str, systems: Sequence[str], cases: Cases, plan: Plan, repeats: int, deadline: float):
+        self.name, self.systems, self.cases, self.plan = name, systems, cases, plan
+        self.repeats, self.deadline = repeats, deadline
+        self.tried: dict[str, dict[int, Record]] = {system: {} for system in systems}
+
+    # --- runs ---------------------------------------------------------------------------------------------------------
+
+    def trial(self, system: str, size: int) -> Job:
+        return make_job(self.plan, self.cases, self.name, system, size, f"trial-mb{size}", trial=True)
+
+    def repeat(self, system: str, size: int, number: int) -> Job:
+        job = make_job(self.plan, self.cases, self.name, system, size, f"mb{size}-repeat-{number}", trial=False)
+        times = self.tried[system][size].step_times_s
+        return dataclasses.replace(job, step_time_s=statistics.median(times)) if times else job
+
+    def record_of(self, job: Job) -> Record | None:
+        return read_record(Path(job.output), job)
+
+    def run(self, job: Job, expected_s: float) -> Record:
+        """The job's record, from its file or by running it. Raises OutOfTime."""
+        if (done := self.record_of(job)) is not None:
+            return done
+        left = self.deadline - time.monotonic()
+        if expected_s > left:
+            raise OutOfTime
+        system = self.cases.systems[job.system]
+        cards = None if self.plan.device == "cpu" else [0]
+        print(f"{self.name}: {job.system}, {job.folder.name} …", end=" ", flush=True)
+        cache = self.plan.work / "cache" / job.system / self.name
+        started = start(job, cache, system.environment, cards)
+        record = finish([started], min(LONGEST_RUN_S, left))[0]
+        if record is None:
+            print("the time is up", flush=True)
+            if left >= LONGEST_RUN_S:
+                record = Record("failed", reason=f"did not end within {LONGEST_RUN_S:.0f} s", job=job.identity)
+                record.write(job.output)
+            else:
+                raise OutOfTime
+        rate = f"{record.rate:,.0f} tokens/s/GPU" if record.rate else f"{record.status}: {record.reason}"
+        print(f"{rate} ({record.wall_s:.0f} s)", flush=True)
+        return record
+
+    def try_sizes(self, system: str) -> None:
+        """Run each candidate micro-batch shortly; after an out-of-memory none that is larger."""
+        limit = sys.maxsize
+        for size in self.cases.cases[self.name].candidates(system):
+            if size >= limit:
+                continue
+            record = self.run(self.trial(system, size), FIRST_RUN_S if self.plan.device != "cpu" else 5.0)
+            self.tried[system][size] = record
+            if record.status == "oom":
+                limit = min(limit, size)
+            elif record.status != "ok":
+                break  # missing or broken: with any batch
+            self.write()
+
+    def best_size(self, system: str) -> int | None:
+        rates = {size: record.rate for size, record in self.tried[system].items() if record.rate}
+        return max(rates, key=lambda size: rates[size] or 0.0) if rates else None
+
+    def everything(self) -> None:
+        for system in self.systems:
+            self.try_sizes(system)
+        self.write()
+        for number in range(self.repeats):
+            for system in self.systems:
+                if (size := self.best_size(system)) is not None:
+                    known = self.tried[system][size].wall_s + self.plan.preheat_s + self.plan.measure_s
+                    self.run(self.repeat(system, size, number), known * RERUN_MARGIN)
+                    self.write()
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[dict]:
+        found = []
+        for system in self.systems:
+            tried = self.tried[system]
+            if not tried:
+                continue  # its turn has not come
+            words = {str(size): f"{r.rate:,.0f} tokens/s/GPU" if r.rate else r.status for size, r in tried.items()}
+            if (size := self.best_size(system)) is None:
+                size = next(iter(tried))
+                found.append(rows.row_of(self.trial(system, size), [tried[size]], words))
+                continue
+            jobs = [self.repeat(system, size, number) for number in range(self.repeats)]
+            records = [record for job in jobs if (record := self.record_of(job)) is not None]
+            if records:
+                found.append(rows.row_of(jobs[0], records, words))
+        return found
+
+    def write(self) -> None:
+        """work/NAME/rows.json; `publish` makes the result files of it."""
+        rows.write_rows(self.plan.work / self.name / "rows.json", self.rows())
+
+    def publish(self, results: Path) -> str:
+        """Write JSON, table and figure; returns the table."""
+        found = self.rows()
+        mfu = {}
+        for row in found:
+            if rate := row["tokens_per_s_per_gpu"]:
+                job = self.trial(row["system"], row["micro_batch_size"])
+                mfu[row["system"]] = rows.palm_mfu(job, row["card"], rate["median"])
+        table = rows.peers_table(found, mfu)
+        results.mkdir(parents=True, exist_ok=True)
+        rows.write_rows(results / f"peers-{self.name}.json", found)
+        write_text_atomically(results / f"peers-{self.name}.md", table)
+        case = self.cases.cases[self.name]
+        card = next((row["card"] for row in found if row["card"]), None) or "CPU"
+        torch_version = next((row["torch"] for row in found if row["torch"]), "")
+        figure.draw(
+            results / f"peers-{self.name}.png",
+            found,
+            f"{case.model}: tokens per second on one {card}",
+            f"{case.sequences_per_step} sequences of {case.seq_len} tokens a step, same tokens, AdamW, clipped; batch "
+            f"= micro-batch × accumulation; torch {torch_version}; {self.plan.measure_s:.0f} s a run after "
+            f"{self.plan.preheat_s:.0f} s of preheating, repeats in turn.",
+        )
+        return table
+
+
+def check_machine(work: Path) -> None:
+    """Raises ConfigError where WORK holds runs of other cards: they cannot be compared with what would be run here."""
+    names, _ = describe_cards()
+    here = {"cards": names, "node": platform.node() if not names else None}
+    file = work / "machine.json"
+    if file.exists() and (there := json.loads(file.read_text(encoding="utf-8"))) != here:
+        raise ConfigError(f"{work} holds runs of another machine ({there}; here: {here}): use another --work")
+    write_json(file, here)
+
+
+def make_tiny_data(folder: Path) -> Path:
+    """Tokens of arithmetic progressions, for --tiny."""
+    from benchmarks.tiny_data import write_tiny_dataset
+
+    return write_tiny_dataset(folder)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Compare mfubench with other systems on one GPU.")
+    parser.add_argument("--case", nargs="+", default=["llama2-1.36b"], help="cases of benchmarks/cases.yaml, or all")
+    parser.add_argument("--systems", nargs="+", help="only these")
+    parser.add_argument("--data", type=Path, help="folder of a prepared dataset: the tokens that all systems read")
+    parser.add_argument("--work", type=Path, default=HERE.parent / "build" / "benchmarks", help="logs, caches, runs")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--preheat", type=float, default=10.0, help="seconds before the measured window")
+    parser.add_argument("--measure", type=float, default=20.0, help="seconds of the measured window")
+    parser.add_argument("--minutes", type=float, help="stop in time; the same command goes on where it ended")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="settings of mfubench, over cases.yaml"
+    )
+    parser.add_argument("--tiny", action="store_true", help="the whole harness on a CPU, in two minutes")
+    for name in CHECKOUTS.values():
+        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help="its source tree")
+    return parser
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[str]]:
+    """Cases, plan and the names of the cases to run. Raises ConfigError."""
+    cases = read_cases()
+    checkouts = {system: path for system, name in CHECKOUTS.items() if (path := getattr(arguments, name))}
+    for path in checkouts.values():
+        if not path.is_dir():
+            raise ConfigError(f"{path}: is no folder; a peer's source tree was expected there")
+    plan = Plan(arguments.data or Path(), arguments.work, checkouts=checkouts)
+    plan = dataclasses.replace(plan, preheat_s=arguments.preheat, measure_s=arguments.measure)
+    names = arguments.case
+    if arguments.tiny:
+        data = arguments.data or make_tiny_data(Path(tempfile.mkdtemp()) / "data")
+        plan = dataclasses.replace(
+            plan, data=data, device="cpu", preheat_s=0.2, measure_s=0.5, trial_s=0.2, min_steps=3
+        )
+        names = ["tiny"]
+    elif arguments.data is None:
+        raise ConfigError("--data: missing; the folder of a prepared dataset (resources/datasets/NAME) is needed")
+    if names == ["all"]:
+        names = [name for name in cases.cases if name != "tiny"]
+    if unknown := [name for name in names if name not in cases.cases]:
+        raise ConfigError(f"--case: no case {unknown[0]!r} in benchmarks/cases.yaml: {', '.join(cases.cases)}")
+    if unknown := [name for name in arguments.systems or () if name not in cases.systems]:
+        raise ConfigError(f"--systems: no system {unknown[0]!r} in benchmarks/cases.yaml: {', '.join(cases.systems)}")
+    if arguments.set:
+        own = {
+            name: system.model_copy(update={"settings": system.settings | parse_overrides(arguments.set)})
+            for name, system in cases.systems.items()
+            if system.driver == "mfubench_engine"
+        }
+        cases = cases.model_copy(update={"systems": cases.systems | own})
+    return cases, plan, names
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input."""
+    arguments = make_parser().parse_args(argv)
+    began = time.monotonic()
+    deadline = began + arguments.minutes * 60 if arguments.minutes else float("inf")
+    try:
+        cases, plan, names = prepare(arguments)
+        plan.work.mkdir(parents=True, exist_ok=True)
+        check_machine(plan.work)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    code = 0
+    for name in names:
+        systems = list(arguments.systems or cases.cases[name].systems)
+        bench = Bench(name, systems, cases, plan, arguments.repeats, deadline)
+        try:
+            bench.everything()
+        except OutOfTime:
+            code = 75
+        print(f"\n{name}\n{bench.publish(arguments.results)}", flush=True)
+    if code:
+        print("the time was up before all was run; the same command goes on where it ended", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
