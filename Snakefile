@@ -29,6 +29,8 @@ include: "rules/tiers.smk"
 include: "rules/ablations.smk"
 include: "rules/memory.smk"
 include: "rules/training.smk"
+include: "rules/plans.smk"
+include: "rules/traces.smk"
 include: "rules/analysis.smk"
 
 
@@ -44,6 +46,7 @@ localrules:
     memory,
     training,
     export,
+    plans,
     analysis,
 
 
@@ -106,6 +109,11 @@ rule export:
         export_files(),
 
 
+rule plans:
+    input:
+        plan_files(),
+
+
 rule analysis:
     input:
         f"{RESULTS}/report.html",
@@ -121,6 +129,7 @@ onerror:
 
 
 onsuccess:
-    print(
-        f"\nReport: {RESULTS}/report.html   table: {RESULTS}/tables/runs.csv   audit: {RESULTS}/audit.json"
-    )
+    if Path(RESULTS, "report.html").exists():
+        print(
+            f"\nReport: {RESULTS}/report.html   table: {RESULTS}/tables/runs.csv   audit: {RESULTS}/audit.json"
+        )

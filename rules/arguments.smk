@@ -26,7 +26,10 @@ def options_of(name, run):
         tokenizer_file(STUDY.config.datasets[run.dataset].tokenizer)
     ).parent
     work, resume = work_of(name), "auto" if goes_on(name) else "never"
-    return (
+    start = ""
+    if run.continues is not None:
+        start = f"--start-from {work_of(run.continues)}/checkpoints "
+    return start + (
         f"--data {folder} --tokenizer {tokenizer} --work {work} --resume {resume} "
         f"--ceilings {RESULTS}/ceilings.json --stamp-file {stamp_file(name)} --stamp {stamp_of(name)} "
         f"{lease_options(run.world_size // run.nnodes if run.device != 'cpu' else 0)}"
@@ -83,6 +86,10 @@ def search_config(wildcards):
 def search_inputs(wildcards):
     name = f"memory/{wildcards.case}"
     return dataset_and_gate(name, STUDY.searches[name].run)
+
+
+def plan_config(wildcards):
+    return STUDY.config.plans[wildcards.case].to_json()
 
 
 def search_options(wildcards):

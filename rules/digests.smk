@@ -9,6 +9,8 @@ TRAINING_CODE = code_digest(
         SOURCE / "train",
         SOURCE / "data" / "reader.py",
         SOURCE / "kernel_families.py",
+        SOURCE / "profiling" / "chrome_trace.py",
+        SOURCE / "profiling" / "trace_file.py",
         SCRIPTS / "train_model.py",
     ]
 )
@@ -23,6 +25,19 @@ DATASET_CODE = code_digest(
     ]
 )
 SEARCH_CODE = TRAINING_CODE + code_digest([SOURCE / "memory_search.py"])
+PREDICTION = (
+    "predict.py",
+    "calibration.py",
+    "measured_runs.py",
+    "step_model.py",
+    "card_rates.py",
+    "memory.py",
+    "flops.py",
+    "hardware.py",
+)
+PLANNER_CODE = code_digest(
+    [*SOURCE.glob("planner*.py"), *(SOURCE / name for name in PREDICTION)]
+)
 CEILINGS_CODE = code_digest(
     [SOURCE / "ceilings", SOURCE / "model" / "attention_kernels.py"]
 )
@@ -52,12 +67,20 @@ FIGURES = (
     "memory",
     "loss",
     "mfu_over_time",
+    "waterfall",
+    "roofline",
 )
 
 
 def analysis_code(*modules):
     """Digest for an analysis rule: what all of them read, and the modules of its own."""
     return ANALYSIS_CODE + code_digest([SOURCE / module for module in modules])
+
+
+# What takes a profiled step apart, beside the analysis.
+PROFILE_CODE = code_digest(
+    SOURCE / module for module in ("profiling", "step_model.py", "memory.py")
+)
 
 
 def table_code():

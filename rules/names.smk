@@ -13,6 +13,19 @@ def run_file(name):
     return f"{RESULTS}/runs/{name}.json"
 
 
+def trace_file(name):
+    return f"{RESULTS}/traces/{name}.json.gz"
+
+
+def trace_files():
+    """Traces of the runs that keep one."""
+    return [
+        trace_file(name)
+        for name, run in STUDY.runs.items()
+        if run.measurement.profile == "timeline"
+    ]
+
+
 def gate_file(case):
     return f"{RESULTS}/smoke/{case}.passed"
 
@@ -27,6 +40,10 @@ def stage_files(stage, gate=False):
 
 def memory_limit_files():
     return [f"{RESULTS}/{name}.json" for name in STUDY.searches]
+
+
+def plan_files():
+    return [f"{RESULTS}/plans/{name}.json" for name in STUDY.config.plans]
 
 
 def all_results():
@@ -46,6 +63,10 @@ def work_of(name):
 
 def goes_on(name):
     return name.startswith("training/") or name in STUDY.searches
+
+
+def work_of_run(wildcards):
+    return work_of(f"{wildcards.stage}/{wildcards.case}")
 
 
 def work_of_training(wildcards):

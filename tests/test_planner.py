@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from mfubench import measured_runs, planner_pages
+from mfubench import measured_runs, planner_pages, planner_study
 from mfubench.calibration import shipped_calibration
 from mfubench.commands.plan import app
 from mfubench.config import ConfigError, ModelConfig, parse
@@ -19,6 +20,7 @@ from mfubench.flops import count_parameters, flop_terms, flops_per_token
 from mfubench.planner import LAWS, PlanConfig, effective_tokens, evaluate, find_law
 from mfubench.planner_machine import Machine, compute_in_hours, search_on_machine
 from mfubench.planner_search import build_model, isoflop_curve, search, shapes
+from mfubench.planner_study import PlanRequest
 from mfubench.presets import load_model
 
 BUDGET = 1.36e21
@@ -370,3 +372,53 @@ def test_pages_are_what_the_code_says(page):
     """`python -m mfubench.planner_pages` rewrites them."""
     text = (planner_pages.DOCS / page).read_text(encoding="utf-8")
     assert planner_pages.fill(text, planner_pages.PAGES[page]) == text
+
+
+# --- plans of a study ------------------------------------------------------------------------------------------------
+
+GUIDE_BUDGET = {
+    "search": {"compute": 1e20, "vocab_size": 32000, "layers": [12, 16], "hidden_sizes": [1024, 1536]},
+    "machine": {"gpu": "NVIDIA H100 80GB HBM3", "gpus": 8, "price_per_gpu_hour": 2.5},
+    "compare": {"llama2-1.36b": 10e9},
+    "count": 2,
+}
+
+
+def run_plan_script(request: dict, folder: Path) -> int:
+    files = {"output": "plan.json", "table": "plan.txt", "isoflops": "isoflops.png", "loss-surface": "surface.png"}
+    arguments = [text for name, file in files.items() for text in (f"--{name}", str(folder / file))]
+    return planner_study.main(["--plan", parse(PlanRequest, request, "plan").to_json(), *arguments])
+
+
+def test_a_plan_of_a_study_is_written_as_json_table_and_figures(tmp_path):
+    assert run_plan_script(GUIDE_BUDGET, tmp_path) == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert len(plan["designs"]) == 2
+    for design in plan["designs"]:
+        assert design["architecture"]["num_hidden_layers"] in (12, 16)
+        assert design["cost_flops"]["matmul"] == pytest.approx(1e20, rel=1e-6)
+        assert design["price"]["money"] == pytest.approx(2.5 * design["price"]["gpu_hours"])
+    assert plan["compared"]["llama2-1.36b"]["tokens"] == 10e9
+    table = (tmp_path / "plan.txt").read_text()
+    assert "1e+20 FLOPs (matmul)" in table and "for comparison: llama2-1.36b" in table
+    for figure in ("isoflops.png", "surface.png"):
+        assert (tmp_path / figure).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_needs_no_machine(tmp_path):
+    assert run_plan_script(GUIDE_BUDGET | {"machine": None}, tmp_path) == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert "price" not in plan["designs"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"compare": {"llama9": 1e9}}, r"study: plans.big: .*no model preset 'llama9'"),
+        ({"machine": {"gpu": "Voodoo 2"}}, r"study: plans.big: no row for the card 'Voodoo 2'"),
+    ],
+)
+def test_what_a_plan_names_must_exist(change, complaint):
+    request = parse(PlanRequest, GUIDE_BUDGET | change, "plan")
+    with pytest.raises(ConfigError, match=complaint):
+        request.check("study: plans.big")

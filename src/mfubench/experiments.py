@@ -14,7 +14,7 @@ import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import Field
@@ -22,6 +22,7 @@ from pydantic import Field
 from mfubench.config import ConfigError, MemorySearch, RunConfig, Strict, parse
 from mfubench.data.config import DatasetConfig, TokenizerConfig
 from mfubench.machine_config import MachineConfig
+from mfubench.planner_study import PlanRequest
 from mfubench.presets import load_model
 
 Stage = Literal["smoke", "baseline", "scaling", "tiers", "ablations", "memory", "training"]
@@ -35,7 +36,16 @@ SHORT_KEYS = {
     "activation_checkpointing": "checkpointing",
 }
 
+# What a run has in common with the one whose checkpoint it starts from (train.checkpoint checks it again).
+SAME_TO_CONTINUE = ("model", "dataset", "seq_len", "seed", "optimizer")
+
 Overrides = dict[str, Any]  # values by RunConfig key, nested like RunConfig
+
+# Names become files, and folders are written to and named in shell commands: of a stranger's study too.
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+FOLDER = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*$"
+Name = Annotated[str, Field(pattern=NAME)]
+PlanName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
 
 
 class CeilingsConfig(Strict):
@@ -68,16 +78,19 @@ class StudyConfig(Strict):
 
     study: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
     description: str = ""
-    results_dir: str = "results"
-    resources_dir: str = "resources"
+    results_dir: str = Field(
+        "results", pattern=FOLDER, description="below the project's folder; a link leads elsewhere"
+    )
+    resources_dir: str = Field("resources", pattern=FOLDER, description="likewise")
     machine: MachineConfig = MachineConfig()
-    tokenizers: dict[str, TokenizerConfig]
-    datasets: dict[str, DatasetConfig]
+    tokenizers: dict[Name, TokenizerConfig]
+    datasets: dict[Name, DatasetConfig]
     ceilings: CeilingsConfig = CeilingsConfig()
     base: Overrides
     experiments: dict[Stage, StageConfig]
+    plans: dict[PlanName, PlanRequest] = {}
     effects: tuple[EffectConfig, ...] = Field((), strict=False)
-    expectations: str | None = Field(None, description="a file of config/expectations, without .yaml")
+    expectations: str | None = Field(None, pattern=NAME, description="a file of config/expectations, without .yaml")
     price_per_gpu_hour: float | None = Field(None, ge=0)
 
 
@@ -154,6 +167,9 @@ def expand_study(values: dict[str, Any], source: str, gpus_per_node: int) -> Stu
             searches[search.run.name] = search
 
     check_references(config, runs, searches, source)
+    check_continuations(runs, source)
+    for name, plan in config.plans.items():
+        plan.check(f"{source}: plans.{name}")
     skipped = leave_out_too_large(config, runs, searches, source, gpus_per_node)
     return Study(config=config, runs=runs, searches=searches, skipped=skipped)
 
@@ -236,6 +252,8 @@ def build_search(base: Overrides, stage_base: Overrides, overrides: Overrides, n
         raise ConfigError(f"{where}.candidates: found {candidates!r}; give a list of micro-batch sizes")
     layers = (base, stage_base, of_run, {"name": name, "micro_batch_size": candidates[0]})
     run = build_run(layers, where)
+    if run.continues is not None:
+        raise ConfigError(f"{where}.continues: found {run.continues!r}; a memory search starts anew")
     if run.nnodes > 1:
         raise ConfigError(f"{where}.nnodes: found {run.nnodes}; a search runs on one node")
     search: MemorySearch = parse(MemorySearch, {**own, "run": json.loads(run.to_json())}, where)
@@ -277,6 +295,36 @@ def check_references(
                 raise ConfigError(f"{source}: effects.{position}: there is no case {side!r} in this study")
 
 
+def check_continuations(runs: dict[str, RunConfig], source: str) -> None:
+    """A run that continues another needs one that exists, leaves a checkpoint, trains the same model, in no circle."""
+    for name, run in runs.items():
+        if run.continues is None:
+            continue
+        where = f"{source}: {name}: continues"
+        before = runs.get(run.continues)
+        if before is None:
+            leaving = [other for other, log in runs.items() if log.checkpoint.at_end or log.checkpoint.interval]
+            raise ConfigError(
+                f"{where}: found {run.continues!r}; runs of this study that leave a checkpoint: "
+                f"{', '.join(leaving) or 'none'}"
+            )
+        chain = [name]
+        while (earlier := runs[chain[-1]].continues) is not None and earlier in runs:
+            if earlier in chain:
+                raise ConfigError(f"{where}: {' -> '.join([*chain, earlier])} is a circle")
+            chain.append(earlier)
+        if not (before.checkpoint.at_end or before.checkpoint.interval):
+            raise ConfigError(f"{where}: {run.continues} leaves no checkpoint; set checkpoint: {{at_end: true}} there")
+        different = [key for key in SAME_TO_CONTINUE if getattr(run, key) != getattr(before, key)]
+        if different:
+            raise ConfigError(f"{where}: {run.continues} differs in {', '.join(different)}; give both the same")
+        if not run.evaluation.only and run.max_iters <= before.max_iters:
+            raise ConfigError(
+                f"{where}: {run.continues} does {before.max_iters} steps, so max_iters {run.max_iters} leaves none to "
+                "do; raise it, or set evaluation: {only: true}"
+            )
+
+
 def leave_out_too_large(
     config: StudyConfig,
     runs: dict[str, RunConfig],
@@ -301,6 +349,8 @@ def leave_out_too_large(
                 "lower world_size, or set machine.when_too_small: skip to leave such runs out"
             )
         skipped[name] = reason
+    while lost := [name for name, run in runs.items() if run.continues in skipped and name not in skipped]:
+        skipped |= {name: f"continues {runs[name].continues}, which is left out" for name in lost}
     for name in skipped:
         runs.pop(name, None)
         searches.pop(name, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -51,11 +50,12 @@ def cost(
 ) -> None:
     """FLOPs of training a preset, by every convention and by 6ND, and the loss to expect."""
     from mfubench.planner import evaluate, find_law, require_positive
+    from mfubench.planner_study import describe_design
     from mfubench.presets import load_model
 
     require_positive(tokens=tokens)
     design = evaluate(load_model(model), tokens, seq_len, find_law(law))
-    result = {"model": model, **describe(design), "law": law}
+    result = {"model": model, **describe_design(design), "law": law}
     if as_json:
         typer.echo(json.dumps(result))
         return
@@ -97,6 +97,7 @@ def search(
     from mfubench.planner import PlanConfig
     from mfubench.planner_machine import Machine, compute_in_hours, search_on_machine
     from mfubench.planner_search import search as search_designs
+    from mfubench.planner_study import describe_plan, format_designs
 
     if (compute is None) == (hours is None):
         raise ConfigError("plan: give the budget either as --compute (FLOPs) or as --hours (with --gpu and --gpus)")
@@ -130,11 +131,7 @@ def search(
         designs = search_on_machine(plan, machine, count)
         prices = [machine.price(design) for design in designs]
     if as_json:
-        rows = [
-            describe(design) | ({"price": asdict(prices[position])} if prices else {})
-            for position, design in enumerate(designs)
-        ]
-        typer.echo(json.dumps({"plan": plan.model_dump(mode="json"), "designs": rows}))
+        typer.echo(json.dumps(describe_plan(plan, designs, prices)))
     else:
         typer.echo(format_designs(plan, designs, prices))
 
@@ -151,69 +148,20 @@ def figures(
     dark: Annotated[bool, typer.Option("--dark", help="On a dark background.")] = False,
 ) -> None:
     """Draw isoflop curves and the loss surface of a budget, with given designs as points."""
-    from mfubench.analysis.figures.style import DARK, LIGHT
     from mfubench.config import ConfigError, parse
-    from mfubench.planner import PlanConfig, evaluate, find_law, require_positive
-    from mfubench.planner_figures import draw_isoflops, draw_loss_surface
-    from mfubench.presets import load_model
+    from mfubench.planner import PlanConfig, require_positive
+    from mfubench.planner_study import draw_plan, evaluate_all
 
     settings = {"vocab_size": vocab_size, "compute": compute, "seq_len": seq_len, "law": law, "convention": convention}
     plan = parse(PlanConfig, settings, "plan")
-    designs = []
+    presets: list[tuple[str, float]] = []
     for text in design or []:
         preset, _, tokens = text.partition(":")
         try:
             require_positive(tokens=float(tokens))
         except ValueError:
             raise ConfigError(f"--design: found {text!r}; write PRESET:TOKENS, as llama3-1.5b:101.909e9") from None
-        designs.append(evaluate(load_model(preset), float(tokens), seq_len, find_law(law)))
-    output.mkdir(parents=True, exist_ok=True)
-    for name, draw in (("isoflops", draw_isoflops), ("loss-surface", draw_loss_surface)):
-        path = output / f"{name}.png"
-        draw(plan, designs, DARK if dark else LIGHT).savefig(path, metadata={"Software": "mfubench"})
-        typer.echo(str(path))
-
-
-def format_designs(plan: Any, designs: list[Any], prices: list[Any]) -> str:
-    """Designs and what they take, for people."""
-    lines = [
-        f"{plan.compute:.3g} FLOPs ({plan.convention}), vocabulary {plan.vocab_size:,}, {plan.law} law",
-        f"{'layers':>6} {'hidden':>6} {'heads/kv/dim':>13} {'mlp':>6} {'N':>8} {'D':>8} {'D/N':>6} {'loss':>8}"
-        + (f" {'MFU':>6} {'hours':>7} {'MWh':>6} {'money':>9}" if prices else ""),
-    ]
-    for position, design in enumerate(designs):
-        model = design.model
-        heads = f"{model.num_attention_heads}/{model.num_key_value_heads}/{model.head_dim}"
-        line = (
-            f"{model.num_hidden_layers:>6} {model.hidden_size:>6} {heads:>13} {model.intermediate_size:>6} "
-            f"{design.parameters / 1e9:>7.3f}B {design.tokens / 1e9:>7.1f}B {design.tokens_per_parameter:>6.1f} "
-            f"{design.loss:>8.5f}"
-        )
-        if prices:
-            price = prices[position]
-            money = "-" if price.money is None else f"{price.money:,.0f}"
-            line += f" {100 * price.mfu:>5.1f}% {price.hours:>7.1f} {price.energy_kwh / 1000:>6.2f} {money:>9}"
-        lines.append(line)
-    if prices:
-        first = prices[0]
-        error = f" Hours, MWh and money ± {100 * first.error_fraction:.0f} %." if first.error_fraction else ""
-        lines.append(f"{first.gpus} x {first.gpu}; MFU (palm, of the dense peak) {first.mfu_source}{error}")
-    return "\n".join(lines)
-
-
-def describe(design: Any) -> dict[str, Any]:
-    """A design as JSON."""
-    from mfubench.flops import CONVENTIONS
-
-    return {
-        "architecture": design.model.model_dump(mode="json"),
-        "parameters": design.parameters,
-        "tokens": design.tokens,
-        "tokens_per_parameter": design.tokens_per_parameter,
-        "epochs": design.epochs,
-        "loss": design.loss,
-        "cost_flops": {
-            **{name: design.cost(name) for name in CONVENTIONS},
-            "6ND": 6 * design.parameters * design.tokens,
-        },
-    }
+        presets.append((preset, float(tokens)))
+    isoflops, loss_surface = output / "isoflops.png", output / "loss-surface.png"
+    draw_plan(plan, evaluate_all(presets, plan), isoflops, loss_surface, dark)
+    typer.echo(f"{isoflops}\n{loss_surface}")
