@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from shlex import quote
 
 from snakemake.exceptions import WorkflowError
 
@@ -19,8 +20,12 @@ from mfubench.config import ConfigError
 from mfubench.experiments import expand_study, resolve_extends
 from mfubench.lease import processes_per_node, visible_cards
 
-# Snakemake strips an inherited PYTHONPATH from conda jobs.
-shell.prefix(f"export PYTHONPATH={ROOT / 'src'}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; ")
+# Snakemake strips an inherited PYTHONPATH from conda jobs. A prefix takes the place of its own, which is the strict mode:
+# without it a program that fails before `| tee` counts as one that succeeded.
+shell.prefix(
+    "set -euo pipefail; "
+    f"export PYTHONPATH={quote(str(ROOT / 'src'))}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; "
+)
 
 MACHINE_SECTION = (
     config.get("machine") if isinstance(config.get("machine"), dict) else {}
