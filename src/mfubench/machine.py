@@ -72,7 +72,10 @@ def installed_version(package: str) -> str | None:
 
 def check_same_machine(machine_file: Path) -> None:
     """Compare this node with a study's machine.json. Raises ConfigError with the differences and the ways out."""
-    recorded = json.loads(machine_file.read_text(encoding="utf-8"))
+    try:
+        recorded = json.loads(machine_file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{machine_file}: is no JSON ({error}); remove it and start again") from None
     found = describe_machine()
     differences = [
         f"  {key}: was {recorded.get(key)!r}, is {found[key]!r}" for key in IDENTITY if recorded.get(key) != found[key]

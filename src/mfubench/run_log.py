@@ -254,7 +254,9 @@ def read_artifact(schema: type[Artifact], path: Path | str, complaint: str) -> A
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(str(part) for part in fault["loc"])
-        raise ConfigError(f"{path}: {complaint}: {where}: {fault['msg']}") from None
+        raise ConfigError(
+            f"{path}: {complaint}: {where}: {fault['msg']}; if it is damaged, remove it and start again"
+        ) from None
 
 
 def append_step(path: Path, step: Step) -> None:

@@ -57,7 +57,7 @@ def measure(
     world_sizes: processes on this node whose collectives are measured.
     """
     chosen = choose_device(device)
-    started_s = time.time()
+    t0, started_s = time.perf_counter(), time.time()
     arithmetics = arithmetics_of(dtypes, chosen)
     if chosen.type == "cuda":
         preheat(chosen, arithmetics[0])
@@ -75,7 +75,7 @@ def measure(
     )
     return Ceilings(
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        total_s=time.time() - started_s,
+        total_s=time.perf_counter() - t0,
         host=platform.node(),
         device=device_type(chosen),
         device_name=torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else cpu_name(),

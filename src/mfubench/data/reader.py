@@ -53,7 +53,8 @@ class TokenDataset:
                 found = "is missing" if size is None else f"has {size:,} bytes"
                 raise ConfigError(
                     f"{path}: {found}, but meta.json says {shard.tokens:,} tokens of {meta.dtype} = "
-                    f"{shard.tokens * itemsize:,} bytes; the file was cut or replaced: prepare the dataset again"
+                    f"{shard.tokens * itemsize:,} bytes; the file was cut or replaced: "
+                    "prepare the dataset again (remove meta.json and start again)"
                 )
         return cls(folder, split, meta)
 

@@ -25,6 +25,7 @@ from mfubench.experiments import merge
 from mfubench.model.decoder import DTYPES
 from mfubench.model.hf import export_hf, import_hf
 from mfubench.run_log import write_json, write_text_atomically
+from mfubench.train.checkpoint_files import SafeReader, damage_told
 
 MASTER = "master."
 
@@ -76,14 +77,14 @@ def read_config(checkpoint: Path) -> RunConfig:
 
 def read_masters(checkpoint: Path) -> dict[str, Tensor]:
     """The parameters of a checkpoint by name, float32, on the CPU; the moments stay on the disk."""
-    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    masters: dict[str, Any] = {
-        name: torch.empty(entry.size)
-        for name, entry in stored.items()
-        if name.startswith(MASTER) and isinstance(entry, TensorStorageMetadata)
-    }
-    with one_process():
-        dcp.load(masters, checkpoint_id=checkpoint, no_dist=True)
+    with damage_told(checkpoint), one_process():
+        reader = SafeReader(checkpoint)
+        masters: dict[str, Any] = {
+            name: torch.empty(entry.size)
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+            if name.startswith(MASTER) and isinstance(entry, TensorStorageMetadata)
+        }
+        dcp.load(masters, storage_reader=reader, no_dist=True)
     return {name.removeprefix(MASTER): value for name, value in masters.items()}
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mfubench.config import ConfigError, RunConfig, parse
 from mfubench.run_log import RunLog, write_json, write_text_atomically
+from mfubench.train.checkpoint_files import SafeReader, damage_told, read_json
 from mfubench.train.optimizer import Optimizer
 from mfubench.train.parallel import Engine
 from mfubench.train.process import Process, host_group
@@ -78,16 +79,25 @@ def save(folder: Path, step: int, position: int, state: State, log: RunLog) -> P
 
 
 def load(path: Path, state: State, log: RunLog) -> tuple[int, int]:
-    """Restore a checkpoint; returns steps done and next position. Raises ConfigError where it is another run's."""
-    check_compatible(path, state.config, log)
+    """Restore a checkpoint; returns steps done and next position. Collective.
+
+    Raises ConfigError where it is another run's, or damaged.
+    """
+    with damage_told(path):
+        check_compatible(path, state.config, log)
+        return restore(path, state, log)
+
+
+def restore(path: Path, state: State, log: RunLog) -> tuple[int, int]:
     process = state.process
-    known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    reader = SafeReader(path)
+    known = reader.read_metadata().state_dict_metadata
     tensors = {name: tensor.clone() for name, tensor in scalars(0, 0, state).items()}
     targets = {kind: state.engine.targets(pieces(state, kind)) for kind in KINDS}
     for kind in KINDS:
         tensors |= {f"{kind}.{name}": tensor for name, tensor in targets[kind].items()}
     tensors |= {name: tensor for name, tensor in random_states(process).items() if name in known}
-    dcp.load(tensors, checkpoint_id=path, process_group=host_group(), no_dist=process.world_size == 1)
+    dcp.load(tensors, storage_reader=reader, process_group=host_group(), no_dist=process.world_size == 1)
     for kind in KINDS:
         state.engine.take(pieces(state, kind), targets[kind])
     state.engine.publish()
@@ -135,7 +145,7 @@ def restore_random_states(process: Process, tensors: dict[str, Tensor]) -> None:
 
 def restore_history(path: Path, config: RunConfig, log: RunLog) -> None:
     """Take over the log's lists. Other ranks' times are dropped where there were more or fewer ranks."""
-    history = json.loads((path / "history.json").read_text(encoding="utf-8"))
+    history = read_json(path / "history.json")
     earlier = RunLog.model_validate_json(json.dumps(log.model_dump(mode="json") | history))
     for name in HISTORY:
         setattr(log, name, getattr(earlier, name))
@@ -145,11 +155,11 @@ def restore_history(path: Path, config: RunConfig, log: RunLog) -> None:
 
 def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
     """Raises ConfigError naming every difference that makes going on impossible."""
-    saved = parse(RunConfig, json.loads((path / "config.json").read_text(encoding="utf-8")), f"{path}/config.json")
+    saved = parse(RunConfig, read_json(path / "config.json"), f"{path}/config.json")
     done = int(path.name.removeprefix("step-"))
     fixed = set(FIXED) if done else {"model"}  # before the first step (an imported model) there are weights alone
     there, here = saved.model_dump(include=fixed), config.model_dump(include=fixed)
-    data = json.loads((path / "history.json").read_text(encoding="utf-8"))["dataset"]
+    data = read_json(path / "history.json")["dataset"]
     if data is not None and log.dataset is not None:
         there["data"] = f"{data['train_tokens']} tokens, tokenizer {data['tokenizer_sha256'][:12]}"
         here["data"] = f"{log.dataset.train_tokens} tokens, tokenizer {log.dataset.tokenizer_sha256[:12]}"

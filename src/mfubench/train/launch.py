@@ -21,7 +21,8 @@ from mfubench.run_log import read_run_log, read_steps, write_json, write_run_log
 from mfubench.slurm import STEP
 from mfubench.stop_signals import on_stop
 from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
-from mfubench.train.failures import Failure, ranks_folder, read_failures, remove_stale, stop_file
+from mfubench.train.failures import Failure, full_disk, ranks_folder, read_failures, remove_stale, stop_file
+from mfubench.train.lock import sole_writer
 from mfubench.train.progress import Display
 from mfubench.train.ranks import Ranks, node_rank
 
@@ -47,20 +48,23 @@ def launch_checked(
     config: RunConfig, paths: Paths, arguments: argparse.Namespace, argv: Sequence[str], worker: Sequence[str]
 ) -> int:
     prepare_folders(paths)
-    if node_rank() == 0:
+    if node_rank() > 0:
+        run_ranks(config, paths, [*worker, *argv], Display(config))
+        return 0  # rank 0's node knows how the run ended, and says so: out of memory is a result
+    with sole_writer(paths.work) as lock:
+        if STEP not in os.environ:  # else the job has done so before it went to its nodes
+            remove_stale(paths)
         print(describe_run(config), file=sys.stderr)
-    display = Display(config)
-    # A process that may die inside native code for want of memory must not take the launcher with it.
-    if config.world_size == 1 and config.memory_cap_gib is None and worker == WORKER:
-        from mfubench.train.worker import run_rank  # loads torch, which the launcher of several ranks does not need
+        display = Display(config)
+        # A process that may die inside native code for want of memory must not take the launcher with it.
+        if config.world_size == 1 and config.memory_cap_gib is None and worker == WORKER:
+            from mfubench.train.worker import run_rank  # loads torch, which the launcher of several ranks does not need
 
-        run_rank(arguments, display, last_words=lambda: conclude(paths))
-    else:
-        run_ranks(config, paths, [*worker, *argv], display)
-    display.close()
-    if node_rank() > 0:  # rank 0's node knows how the run ended, and says so: out of memory is a result
-        return 0
-    return conclude(paths)
+            run_rank(arguments, display, last_words=lambda: conclude(paths))
+        else:
+            run_ranks(config, paths, [*worker, *argv], display, inherited=(lock,))
+        display.close()
+        return conclude(paths)
 
 
 def describe_run(config: RunConfig) -> str:
@@ -75,7 +79,7 @@ def describe_run(config: RunConfig) -> str:
 
 
 def prepare_folders(paths: Paths) -> None:
-    """Make the folders, remove what an earlier attempt left. Raises ConfigError where nothing can be written."""
+    """Make the folders. Raises ConfigError where nothing can be written."""
     for folder in (ranks_folder(paths.work), paths.output.parent):  # of every node: the disk may be its own
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -84,14 +88,14 @@ def prepare_folders(paths: Paths) -> None:
             probe.unlink()
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be written to ({error.strerror}), but results go there") from None
-    if node_rank() == 0 and STEP not in os.environ:  # else the job has done so before it went to its nodes
-        remove_stale(paths)
 
 
-def run_ranks(config: RunConfig, paths: Paths, command: Sequence[str], display: Display) -> None:
+def run_ranks(
+    config: RunConfig, paths: Paths, command: Sequence[str], display: Display, inherited: Sequence[int] = ()
+) -> None:
     """Start this node's ranks as processes and wait for them; signals become the wish to stop."""
     with on_stop(lambda number: stop_file(paths.work).touch()):
-        ranks = Ranks(config, paths.work, command)
+        ranks = Ranks(config, paths.work, command, inherited)
         try:
             while not ranks.finished():
                 if node_rank() == 0:
@@ -124,23 +128,25 @@ def conclude(paths: Paths) -> int:
 
 def record_failure(paths: Paths, failures: list[Failure]) -> None:
     """Write WORK/failure.json: the cause, every rank's own record, and where the logs and stacks are."""
-    reason = failures[0].reason if failures else "the ranks ended without a result and without a word"
+    silence = full_disk(paths.work) or "the ranks ended without a result and without a word"
+    reason = failures[0].reason if failures else silence
     stacks = [str(path) for path in sorted(ranks_folder(paths.work).glob("stacks-*.txt")) if path.stat().st_size]
-    write_json(
-        paths.failure,
-        {
-            "status": "failed",
-            "reason": reason,
-            "kind": failures[0].kind if failures else "died",
-            "rank": failures[0].rank if failures else None,
-            "traceback": failures[0].traceback if failures else "",
-            "failures": [asdict(failure) for failure in failures],
-            "stacks": stacks,
-            "logs": str(ranks_folder(paths.work)),
-        },
-    )
+    record = {
+        "status": "failed",
+        "reason": reason,
+        "kind": failures[0].kind if failures else "died",
+        "rank": failures[0].rank if failures else None,
+        "traceback": failures[0].traceback if failures else "",
+        "failures": [asdict(failure) for failure in failures],
+        "stacks": stacks,
+        "logs": str(ranks_folder(paths.work)),
+    }
     where = f"rank {failures[0].rank}: " if failures else ""
     print(f"error: {where}{reason}\n(record: {paths.failure}, logs: {ranks_folder(paths.work)})", file=sys.stderr)
+    try:
+        write_json(paths.failure, record)
+    except OSError as error:
+        print(f"error: the record could not be written ({error.strerror})", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -48,9 +48,9 @@ def rendezvous_file(config: RunConfig, work: Path) -> Path:
 
 
 class Ranks:
-    """This node's ranks, started on construction."""
+    """This node's ranks, started on construction. They get the `inherited` file descriptors."""
 
-    def __init__(self, config: RunConfig, work: Path, command: Sequence[str]):
+    def __init__(self, config: RunConfig, work: Path, command: Sequence[str], inherited: Sequence[int] = ()):
         if config.nnodes > 1 and "SLURM_NODEID" not in os.environ and "GROUP_RANK" not in os.environ:
             raise ConfigError(f"nnodes is {config.nnodes}: start the run once on each node, under srun")
         self.work, self.capped = work, config.memory_cap_gib is not None
@@ -74,6 +74,7 @@ class Ranks:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=inherited,
             )
 
     def log_file(self, rank: int) -> Path:

@@ -43,7 +43,7 @@ def run_rank(
         if rank == 0:
             write_json(paths.stopped, {"step": stopped.done, "checkpoint": str(stopped.folder)})
     except BaseException as error:
-        write_failure(paths.work, failure_of(rank, error))
+        write_failure(paths.work, failure_of(rank, error, paths.work))
         if not isinstance(error, ConfigError):
             sys.excepthook(type(error), error, error.__traceback__)
         sys.stderr.flush()

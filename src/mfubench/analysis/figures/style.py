@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures
+from mfubench.run_log import write_bytes_atomically
 
 DPI = 160
 WIDTH = 9.0  # inches
@@ -170,6 +171,5 @@ def run_plot(draw: Draw, description: str, argv: Sequence[str] | None) -> int:
     parser.add_argument("--output", required=True, type=Path)
     arguments = parser.parse_args(argv)
     image = png(draw, Findings.of(arguments.study_dir), LIGHT)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_bytes(image)
+    write_bytes_atomically(arguments.output, image)
     return 0
