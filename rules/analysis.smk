@@ -14,6 +14,7 @@ rule declare_study:
 rule tabulate_runs:
     input:
         results=all_results(),
+        traces=trace_files(),
         study=f"{RESULTS}/study.json",
         machine=MACHINE_FILE,
         ceilings=f"{RESULTS}/ceilings.json",
@@ -29,7 +30,8 @@ rule tabulate_runs:
             category="Tables",
         ),
         others=expand(
-            f"{RESULTS}/tables/{{table}}.csv", table=("effects", "scaling", "memory")
+            f"{RESULTS}/tables/{{table}}.csv",
+            table=("effects", "scaling", "memory", "profiles"),
         ),
     log:
         f"{LOGS}/tabulate_runs.log",
@@ -38,7 +40,7 @@ rule tabulate_runs:
     resources:
         **cpu_resources("analysis"),
     params:
-        code=table_code(),
+        code=table_code() + PROFILE_CODE,
         facts=FACTS,
     shell:
         "python workflow/scripts/tabulate_runs.py --study-dir $(dirname {input.study}) --output-dir $(dirname {output.runs}) 2>&1 | tee {log}"
@@ -160,8 +162,45 @@ use rule plot_throughput as plot_mfu_over_time with:
         facts=FACTS,
 
 
+use rule plot_throughput as plot_waterfall with:
+    input:
+        traces=trace_files(),
+        results=all_results(),
+        study=f"{RESULTS}/study.json",
+        machine=MACHINE_FILE,
+        ceilings=f"{RESULTS}/ceilings.json",
+    output:
+        report(
+            f"{RESULTS}/figures/waterfall.png",
+            caption="../workflow/report/waterfall.rst",
+            category="Figures",
+        ),
+    log:
+        f"{LOGS}/plot_waterfall.log",
+    params:
+        figure="waterfall",
+        code=plot_code("waterfall") + PROFILE_CODE,
+        facts=FACTS,
+
+
+use rule plot_waterfall as plot_roofline with:
+    output:
+        report(
+            f"{RESULTS}/figures/roofline.png",
+            caption="../workflow/report/roofline.rst",
+            category="Figures",
+        ),
+    log:
+        f"{LOGS}/plot_roofline.log",
+    params:
+        figure="roofline",
+        code=plot_code("roofline") + PROFILE_CODE,
+        facts=FACTS,
+
+
 rule write_report:
     input:
+        traces=trace_files(),
         tables=f"{RESULTS}/tables/runs.csv",
         figures=expand(f"{RESULTS}/figures/{{figure}}.png", figure=FIGURES),
         study=f"{RESULTS}/study.json",
@@ -185,7 +224,7 @@ rule write_report:
     resources:
         **cpu_resources("analysis"),
     params:
-        code=analysis_code("analysis", "audit"),
+        code=analysis_code("analysis", "audit") + PROFILE_CODE,
         templates=TEMPLATES,
         facts=FACTS,
     shell:

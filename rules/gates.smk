@@ -20,6 +20,8 @@ def dataset_and_gate(name, run):
     gate = STUDY.smoke_case(run.model.name)
     if gate is not None and run.stage != "smoke":
         needed.append(ancient(gate_file(gate)) if is_current(name) else gate_file(gate))
+    if run.continues is not None:  # its run JSON stands for its checkpoint, which is left before it
+        needed.append(run_file(run.continues))
     return needed
 
 
@@ -28,11 +30,13 @@ def stamp_file(name):
 
 
 def stamp_of(name):
-    """What a result was made with: values, code, generation of the machine."""
+    """What a result was made with: values, code, generation of the machine, and what the run continues."""
     if name in STUDY.searches:
         made_with = STUDY.searches[name].to_json() + SEARCH_CODE
     else:
         made_with = STUDY.runs[name].to_json() + TRAINING_CODE
+        before = STUDY.runs[name].continues
+        made_with += stamp_of(before) if before is not None else ""
     return text_digest(f"{made_with} {MACHINE.generation}")
 
 

@@ -19,6 +19,7 @@ Attention = Literal["auto", "fa4", "fa3", "fa2", "cudnn", "sdpa", "eager"]
 Parallelism = Literal["none", "ddp", "zero1", "fsdp"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+RUN_NAME = r"^[a-z0-9_-]+/[a-z0-9][a-z0-9.-]*$"
 PROFILED_MICRO_STEPS = 64  # longest step that is profiled: some 1,500 kernels each, with all that surrounds them
 
 # Settings that may fall back to something else on the machine at hand. A run may `require` some of them: it is then
@@ -170,9 +171,12 @@ class RunConfig(Strict):
     Batch: tokens per step = micro_batch_size x gradient_accumulation_steps x world_size x seq_len.
     """
 
-    name: str = Field(pattern=r"^[a-z0-9_-]+/[a-z0-9][a-z0-9.-]*$", description="stage/case")
+    name: str = Field(pattern=RUN_NAME, description="stage/case")
     model: ModelConfig
     dataset: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", description="key under `datasets:`")
+    continues: str | None = Field(
+        None, pattern=RUN_NAME, description="run of the same study whose last checkpoint this one starts from"
+    )
 
     seq_len: int = Field(ge=1)
     micro_batch_size: int = Field(ge=1, description="sequences per GPU and micro-step")
@@ -269,6 +273,8 @@ class RunConfig(Strict):
                 f"measurement.profile: timeline keeps a whole step, and one of {self.gradient_accumulation_steps} "
                 f"micro-steps is too long (at most {PROFILED_MICRO_STEPS}): profile a case with fewer"
             )
+        if self.continues == self.name:
+            raise ValueError(f"continues: {self.name} cannot start from its own checkpoint (a resume does)")
         if self.fp8 and self.dtype != "bfloat16":
             raise ValueError(f"fp8 needs dtype: bfloat16 for what stays outside the float8 matmuls, not {self.dtype}")
         return self

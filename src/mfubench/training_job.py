@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(description="Train one run and write its run JSON.")
     parser.add_argument("--config", required=True, help="RunConfig as JSON")
+    parser.add_argument("--start-from", type=Path, default=None, help="checkpoints of the run that it continues")
     add_job_arguments(parser)
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)
@@ -40,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 work=arguments.work,
                 output=arguments.output,
                 resume=arguments.resume,
+                start_from=arguments.start_from,
             )
         if code == 0:
             write_stamp(arguments)
@@ -58,6 +60,7 @@ def start_training(
     resume: str,
     tokenizer: Path | None = None,
     ceilings: Path | None = None,
+    start_from: Path | None = None,
 ) -> int:
     """Run the engine in a process of its own, pass signals on to it, and return its exit code.
 
@@ -69,6 +72,8 @@ def start_training(
         command += ["--tokenizer", str(tokenizer)]
     if ceilings is not None:
         command += ["--ceilings", str(ceilings)]
+    if start_from is not None:
+        command += ["--start-from", str(start_from)]
     process = subprocess.Popen(command)
     with on_stop(process.send_signal):
         return process.wait()

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from analysis.example_trace import write_example_trace
 from factories import ATTENTION_KERNELS, MATMUL_KERNELS, make_model, make_run_config, make_run_log, make_wall
 
-from mfubench.ceilings.schema import Ceilings, MatmulRate
+from mfubench.ceilings.schema import AttentionRate, Ceilings, CollectiveRate, CopyRate, MatmulRate
 from mfubench.run_log import Choice, Evaluation, Kernels, RankMemory, RunLog, Step, write_json, write_run_log
 
 # case -> (world size, median tokens/s/GPU, reserved GiB, fields of RunConfig)
@@ -119,10 +120,17 @@ def make_gpu_log(name: str, seed: int, gpu_name: str = "NVIDIA H100 80GB HBM3", 
     )
 
 
+PROFILED = ("baseline/1.2-compile", "scaling/2.1-plain-gpus8", "tiers/tier3")
+
+
 def write_gpu_study(folder: Path, speed: float = 1.0, gpu_name: str = "NVIDIA H100 80GB HBM3", seed: int = 0) -> Path:
     """results/<study> of an 8-GPU machine: every stage, repeats, an out-of-memory, a skipped arm, a memory search."""
     for position, name in enumerate(GPU_CASES):
         log = make_gpu_log(name, seed + position, gpu_name, speed)
+        if name in PROFILED:
+            seconds = sorted(step.step_time_s for step in log.measured_steps())
+            steps = log.config.gradient_accumulation_steps
+            write_example_trace(folder, name, 1.01 * seconds[len(seconds) // 2], steps, log.config.world_size)
         write_run_log(folder / "runs" / f"{name}.json", log)
     oom = make_gpu_log("tiers/tier1", 99, gpu_name).model_copy(
         update={"name": "ablations/4.4-micro-batch32", "status": "oom", "steps": [], "rank_step_times_s": [],
@@ -179,6 +187,18 @@ def write_ceilings(folder: Path, device: str, device_name: str, rates: dict[str,
         )
         for arithmetic, rate in rates.items()
     ]
+    if device == "cuda":
+        matmuls += [
+            matmuls[0].model_copy(update={"model": "llama2-1.36b", "name": name, "tflops": tflops})
+            for name, tflops in (("qkv", 741.0), ("mlp_up", 752.0), ("mlp_down", 694.0), ("lm_head", 702.0))
+        ]
+    attention = AttentionRate(
+        model="llama2-1.36b", backend="cudnn", dtype="bfloat16", batch_size=8, seq_len=2048, query_heads=18,
+        key_value_heads=18, head_dim=128, forward_tflops=444.0, forward_backward_tflops=341.0,
+    )  # fmt: skip
+    collective = CollectiveRate(
+        operation="all_reduce", backend="nccl", world_size=8, bytes=2**29, time_s=0.0021, bus_gb_s=447.0
+    )
     ceilings = Ceilings(
         measured_at="2026-03-02T08:40:00+00:00",
         total_s=30.0,
@@ -189,6 +209,9 @@ def write_ceilings(folder: Path, device: str, device_name: str, rates: dict[str,
         environment={},
         seconds=2.0,
         matmuls=matmuls,
+        attention=[attention] if device == "cuda" else [],
+        copy_rate=CopyRate(bytes=2**30, gb_s=2960.0 if device == "cuda" else 9.0),
+        collectives=[collective] if device == "cuda" else [],
     )
     write_json(folder / "ceilings.json", ceilings.model_dump(mode="json"))
 

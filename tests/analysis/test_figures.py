@@ -11,7 +11,7 @@ from PIL import Image
 from mfubench.analysis.figures.style import DARK, LIGHT, MARKERS, Theme, machine_label, per_gpu, png
 from mfubench.analysis.findings import Findings
 
-NAMES = ("throughput", "ladder", "effects", "scaling", "memory", "loss", "mfu_over_time")
+NAMES = ("throughput", "ladder", "effects", "scaling", "memory", "loss", "mfu_over_time", "waterfall", "roofline")
 SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
 
 

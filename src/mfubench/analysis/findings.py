@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from mfubench.analysis.contradictions import Contradiction, contradictions
@@ -10,6 +11,7 @@ from mfubench.analysis.effects import Effect, judge_effects, spread_between_proc
 from mfubench.analysis.expectations import Expectations, load_expectations
 from mfubench.analysis.expected import Comparison, compare_expectations
 from mfubench.analysis.measures import Measures, measure
+from mfubench.analysis.profiles import Profiled, profiled_cases
 from mfubench.analysis.scaling import ScalingPoint, scaling_points
 from mfubench.analysis.statistics import ProcessSpread
 from mfubench.analysis.study import Study, load_study
@@ -42,6 +44,11 @@ class Findings:
             comparisons=compare_expectations(study, measures, expectations) if expectations else [],
             contradictions=contradictions(expectations) if expectations else [],
         )
+
+    @cached_property
+    def profiles(self) -> tuple[list[Profiled], dict[str, str]]:
+        """Profiled cases, fastest first, and why others have no profile. Traces are read when somebody asks."""
+        return profiled_cases(self.study, self.measures)
 
     @property
     def good(self) -> dict[str, Measures]:

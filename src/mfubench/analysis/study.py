@@ -79,6 +79,7 @@ class Study:
     runs: dict[str, RunLog] = field(default_factory=dict)
     limits: dict[str, MemoryLimit] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
+    traces: dict[str, Path] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -123,6 +124,7 @@ def load_study(folder: Path | str, partial: bool = False) -> Study:
         ceilings=read_ceilings(folder / "ceilings.json") if (folder / "ceilings.json").exists() else None,
         runs=runs,
         limits=limits,
+        traces=dict(in_stage_order(find_traces(folder / "traces"))),
         failures={name: failure for name, failure in failures.items() if name not in runs and name not in limits},
     )
     if not study.runs and not partial:
@@ -141,6 +143,11 @@ def read_runs(folder: Path) -> Iterator[tuple[str, RunLog]]:
         if log.name != name:
             raise ConfigError(f"{path}: holds the run {log.name}; a run log's place is runs/<stage>/<case>.json")
         yield name, log
+
+
+def find_traces(folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in folder.glob("*/*.json.gz"):
+        yield f"{path.parent.name}/{path.name.removesuffix('.json.gz')}", path
 
 
 def read_limits(folder: Path) -> Iterator[tuple[str, MemoryLimit]]:

@@ -12,6 +12,7 @@ import pandas as pd
 from mfubench.analysis.effects import Effect
 from mfubench.analysis.expected import Comparison
 from mfubench.analysis.measures import Measures, fallbacks
+from mfubench.analysis.profiles import Profiled
 from mfubench.analysis.scaling import ScalingPoint
 from mfubench.analysis.statistics import Quartiles
 from mfubench.analysis.study import Study
@@ -137,8 +138,32 @@ def memory_table(study: Study) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
+def profiles_table(profiles: Sequence[Profiled]) -> pd.DataFrame:
+    """The parts of each profiled step, on its slowest rank; they add up to step_s."""
+    columns = [
+        "case",
+        "rank",
+        "part",
+        "time_s",
+        "ideal_s",
+        "excess_s",
+        "tokens_per_s_per_gpu_won",
+        "step_s",
+        "overhead",
+    ]
+    rows = [
+        (
+            *(profiled.case, profiled.rank.rank, row.key, row.time_s, row.ideal_s, row.excess_s),
+            *(profiled.rate_without(row.excess_s) - profiled.tokens_per_s, profiled.rank.step_s, profiled.overhead),
+        )
+        for profiled in profiles
+        for row in profiled.rows
+    ]
+    return pd.DataFrame(rows, columns=columns)
+
+
 def write_tables(study_folder: Path | str, output_dir: Path | str, partial: bool = False) -> list[Path]:
-    """Write runs, expectations, effects, scaling and memory as CSV; returns the files."""
+    """Write runs, expectations, effects, scaling, memory and profiles as CSV; returns the files."""
     from mfubench.analysis.findings import Findings
 
     found = Findings.of(study_folder, partial=partial)
@@ -148,6 +173,7 @@ def write_tables(study_folder: Path | str, output_dir: Path | str, partial: bool
         "effects": effects_table(found.effects),
         "scaling": scaling_table(found.scaling),
         "memory": memory_table(found.study),
+        "profiles": profiles_table(found.profiles[0]),
     }
     paths = []
     for name, table in tables.items():

@@ -19,6 +19,7 @@ class Paths:
     output: Path
     tokenizer: Path | None = None
     ceilings: Path | None = None
+    start_from: Path | None = None  # checkpoints of another run
 
     @property
     def steps(self) -> Path:
@@ -66,6 +67,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--work", required=True, type=Path, help="folder for logs, checkpoints and live state")
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, to show sampled tokens as text")
     parser.add_argument("--ceilings", type=Path, help="ceilings.json: the peak of which a CPU shows MFU")
+    parser.add_argument("--start-from", type=Path, help="checkpoints of the run that this one continues")
     parser.add_argument(
         "--resume",
         choices=("auto", "never"),
@@ -76,7 +78,14 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def paths_of(arguments: argparse.Namespace) -> Paths:
-    return Paths(arguments.data, arguments.work, arguments.output, arguments.tokenizer, arguments.ceilings)
+    return Paths(
+        arguments.data,
+        arguments.work,
+        arguments.output,
+        arguments.tokenizer,
+        arguments.ceilings,
+        getattr(arguments, "start_from", None),
+    )
 
 
 def read_config(text: str) -> RunConfig:

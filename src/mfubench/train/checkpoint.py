@@ -106,7 +106,8 @@ def restore(path: Path, state: State, log: RunLog) -> tuple[int, int]:
     state.optimizer.scale.copy_(tensors["loss_scale"])
     state.optimizer.growth_tracker.copy_(tensors["growth_tracker"])
     restore_random_states(process, tensors)
-    restore_history(path, state.config, log)
+    if not is_start(path, state.config):  # what another run did is no history of this one
+        restore_history(path, state.config, log)
     return int(tensors["step"]), int(tensors["position"])
 
 
@@ -153,6 +154,11 @@ def restore_history(path: Path, config: RunConfig, log: RunLog) -> None:
         log.rank_step_times_s = []
 
 
+def is_start(path: Path, config: RunConfig) -> bool:
+    """Whether a checkpoint is the one of another run that this run continues, rather than its own."""
+    return config.continues is not None and read_json(path / "config.json")["name"] == config.continues
+
+
 def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
     """Raises ConfigError naming every difference that makes going on impossible."""
     saved = parse(RunConfig, read_json(path / "config.json"), f"{path}/config.json")
@@ -169,6 +175,8 @@ def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
             f"{path}: is a checkpoint of another run than this one:\n" + "\n".join(differences) + "\n"
             "Go on with the settings it was made with, or start anew with --resume never."
         )
+    if is_start(path, config):
+        return
     if done >= config.max_iters and saved.model_dump(exclude=BESIDE) != config.model_dump(exclude=BESIDE):
         raise ConfigError(
             f"{path}: all {config.max_iters} steps are done, but with other settings than this run's; what it would "

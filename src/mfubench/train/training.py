@@ -79,7 +79,7 @@ def build(
     training = Training(
         config, paths, process, resolved, log, watchdog, model, engine, optimizer, train_tokens, val_tokens, recorder
     )
-    if (latest := checkpoint.latest(paths.checkpoints)) is not None:
+    if (latest := checkpoint.latest(paths.checkpoints) or first_checkpoint(config, paths)) is not None:
         training.first_step, training.position = checkpoint.load(latest, training.state, log)
         log.resumes.append(Resume(step=training.first_step, at=datetime.now(UTC).isoformat()))
         recorder.take_history()
@@ -89,6 +89,18 @@ def build(
         write_run_log(paths.partial, log)
     recorder.add_phase("setup", training.first_step, time.perf_counter() - t0)
     return training
+
+
+def first_checkpoint(config: RunConfig, paths: Paths) -> Path | None:
+    """Where a run that continues another starts; None for any other run. Raises ConfigError where it is not there."""
+    if config.continues is None:
+        return None
+    if paths.start_from is None:
+        raise ConfigError(f"continues: {config.continues}: say where its checkpoints are (--start-from FOLDER)")
+    found = checkpoint.latest(paths.start_from)
+    if found is None:
+        raise ConfigError(f"{paths.start_from}: holds no checkpoint of {config.continues}; run it again")
+    return found
 
 
 def prepare_measurement(training: Training, step: TrainStep, inputs: Tensor, labels: Tensor) -> None:

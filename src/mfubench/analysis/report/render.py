@@ -35,6 +35,7 @@ from mfubench.analysis.report.measured_sections import (
     scaling_section,
     steps_section,
 )
+from mfubench.analysis.report.profile_section import profile_section
 from mfubench.analysis.summary import summarize
 from mfubench.run_log import write_json, write_text_atomically
 
@@ -50,6 +51,7 @@ def sections_of(found: Findings) -> list[Section]:
         memory_section(found),
         loss_section(found),
         steps_section(found),
+        profile_section(found),
         left_out_section(found),
         extrapolation_section(found),
         runs_section(found),

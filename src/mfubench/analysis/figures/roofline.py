@@ -1,0 +1,116 @@
+"""Kernel groups under the roof: what bounds each, and how far below it they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from mfubench.analysis.figures.style import Theme, empty_figure, machine_label, run_plot, titled_figure
+from mfubench.analysis.figures.waterfall import HOW_TO
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.ideal import matmul_arithmetic
+from mfubench.analysis.profiles import Profiled
+from mfubench.analysis.roofline import Point, points_of
+from mfubench.hardware import find_gpu
+
+TITLE = "Roofline of the kernels"
+LABEL_DISTANCE = 10**0.18  # between two labels on the vertical axis
+SHAPES = {"matmul": "s", "attention": "^", "memory": "o"}
+
+
+def draw(found: Findings, theme: Theme) -> Figure:
+    profiles, missing = found.profiles
+    if not profiles:
+        why = "; ".join(f"{case}: {reason}" for case, reason in missing.items())
+        return empty_figure(theme, TITLE, machine_label(found), why or HOW_TO)
+    profiled = profiles[0]
+    points = [point for point in points_of(profiled) if point.flops > 0 and point.bytes > 0]
+    if not points:
+        return empty_figure(theme, TITLE, machine_label(found), f"{profiled.case}: no kernel group has a known size")
+    subtitle = (
+        f"{machine_label(found)} · {profiled.case}, rank {profiled.rank.rank}, n = 1 profiled step · FLOPs: causal, by "
+        "shape; bytes: each operand once, by shape; elementwise arithmetic counted roughly · "
+        f"{matmul_arithmetic(profiled.judged.log)} · numbers: share of the step"
+    )
+    figure = titled_figure(theme, TITLE, subtitle, 4.2)
+    axes = figure.subplots()
+    draw_roofs(axes, found, profiled, points, theme)
+    draw_points(axes, points, profiled, theme)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator())
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel("FLOPs a byte")
+    axes.set_ylabel("TFLOP/s of one device while the group runs")
+    return figure
+
+
+def draw_roofs(axes: Axes, found: Findings, profiled: Profiled, points: list[Point], theme: Theme) -> None:
+    """The datasheet's roof and the measured one, over the range of the points."""
+    low = min(point.intensity for point in points) / 3
+    high = max(point.intensity for point in points) * 4
+    for label, tflops, gb_s, style, color in roofs_of(found, profiled, theme):
+        ridge = tflops * 1000 / gb_s
+        knees = [low, *([ridge] if low < ridge < high else []), high]
+        axes.plot(knees, [min(tflops, x * gb_s / 1000) for x in knees], linestyle=style, color=color, linewidth=1.4,
+                  label=f"{label}: {tflops:,.4g} TFLOP/s, {gb_s:,.4g} GB/s")  # fmt: skip
+    axes.set_xlim(low, high)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper left")
+
+
+def roofs_of(
+    found: Findings, profiled: Profiled, theme: Theme
+) -> list[tuple[str, float, float, str | tuple[int, tuple[int, int]], str]]:
+    """(label, TFLOP/s, GB/s, line style, colour) of each roof that is known."""
+    roofs: list[tuple[str, float, float, str | tuple[int, tuple[int, int]], str]] = []
+    log, ceilings = profiled.judged.log, found.study.ceilings
+    peak = profiled.judged.peak
+    if peak is not None and not peak.measured and log.environment.gpus:
+        row = find_gpu(log.environment.gpus[0].name)  # the peak is from this row
+        roofs.append(("datasheet", peak.tflops, row.bandwidth_gb_s, "-", theme.muted))
+    if ceilings is not None and ceilings.copy_rate is not None and ceilings.device == log.environment.device:
+        rate = ceilings.large_matmul_tflops(matmul_arithmetic(log))
+        if rate is not None:
+            roofs.append(("measured", rate, ceilings.copy_rate.gb_s, (0, (4, 2)), theme.text))
+    return roofs
+
+
+def draw_points(axes: Axes, points: list[Point], profiled: Profiled, theme: Theme) -> None:
+    """Points, and their labels in two columns: memory-bound groups to the right of theirs, the others to the left."""
+    colors = {"matmul": theme.series[0], "attention": theme.series[1], "memory": theme.series[2]}
+    memory = [point for point in points if point.kind == "memory"]
+    compute = [point for point in points if point.kind != "memory"]
+    for group, side in ((memory, "left"), (compute, "right")):
+        if not group:
+            continue
+        edge = max(p.intensity for p in group) * 2.2 if side == "left" else min(p.intensity for p in group) / 2.0
+        # labels of the compute-bound groups hang below the highest, where no roof is
+        order = sorted(group, key=lambda point: -point.tflops)
+        highest = order[0].tflops * (1.0 if side == "left" else 0.6)
+        for point, y in zip(order, fan_out([min(p.tflops, highest) for p in order]), strict=True):
+            color, share = colors[point.kind], point.time_s / profiled.rank.step_s
+            axes.plot([point.intensity, edge], [point.tflops, y], color=theme.muted, linewidth=0.6, zorder=2)
+            axes.plot(point.intensity, point.tflops, SHAPES[point.kind], color=color, markersize=8, zorder=3)
+            axes.text(edge * (1.06 if side == "left" else 0.94), y, f"{point.label}, {100 * share:.1f} %", size=8,
+                      ha=side, va="center")  # fmt: skip
+    lowest = min(point.tflops for point in points)
+    axes.set_ylim(lowest / 4, None)
+    axes.margins(y=0.25)
+
+
+def fan_out(values: list[float]) -> list[float]:
+    """Falling values on a log axis, moved down as far as labels need it so as not to touch."""
+    placed: list[float] = []
+    for value in values:
+        placed.append(min(value, placed[-1] / LABEL_DISTANCE) if placed else value)
+    return placed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_plot(draw, "Plot the roofline of the kernels.", argv)

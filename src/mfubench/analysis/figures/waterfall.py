@@ -1,0 +1,129 @@
+"""Where a step's time goes: from its FLOPs at the datasheet peak, part by part, to the measured step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from mfubench.analysis.figures.style import (
+    Theme,
+    empty_figure,
+    machine_label,
+    peak_label,
+    plain_axes,
+    run_plot,
+    titled_figure,
+)
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.profiles import Profiled
+from mfubench.analysis.units import format_milliseconds, format_percent, format_signed_percent
+
+TITLE = "Where the rest went: one step, from the peak down to what was measured"
+HOW_TO = "no case was profiled; set measurement: {profile: timeline} on one in the study"
+SMALL = 0.004  # of the step: smaller parts stand in the table alone
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A stretch of the step. `ideal_s` of it cannot be won on this machine (lighter), the rest can (darker)."""
+
+    label: str
+    ideal_s: float
+    excess_s: float = 0.0
+    known: bool = True  # whether there is an ideal to compare with
+    peak: bool = False  # the FLOPs at the datasheet peak
+
+    @property
+    def time_s(self) -> float:
+        return self.ideal_s + self.excess_s
+
+
+def bars_of(profiled: Profiled) -> list[Bar]:
+    """The profiled step from the top. They add up to it, but for parts too small to see, which are one bar."""
+    ideals = profiled.ideals
+    bars: list[Bar] = []
+    if ideals.peak_matmul_s is not None and ideals.peak_attention_s is not None:
+        bars.append(Bar("FLOPs of the model at the peak", ideals.peak_matmul_s + ideals.peak_attention_s, peak=True))
+    parts = {"matmul": ideals.peak_matmul_s or 0.0, "attention": ideals.peak_attention_s or 0.0}
+    small = 0.0
+    for row in profiled.rows:
+        at_peak = min(parts.get(row.key, 0.0), row.time_s)
+        ideal = row.ideal_s if row.ideal_s is not None else row.time_s
+        below = max(0.0, min(ideal, row.time_s) - at_peak)
+        excess = row.time_s - at_peak - below
+        if row.key in parts and ideals.peak_s is not None:
+            if row.ideal_s is not None and below > 0:
+                bars.append(Bar(f"{row.label}: this card's ceiling", below))
+                bars.append(Bar(f"{row.label}: above the ceiling", 0.0, excess))
+            else:
+                bars.append(Bar(f"{row.label}: below the peak", below, excess, known=row.ideal_s is not None))
+        elif row.time_s < SMALL * profiled.rank.step_s:
+            small += row.time_s
+        else:
+            bars.append(Bar(row.label, below, excess, known=row.ideal_s is not None))
+    if small > 0:
+        bars.append(Bar("all that is smaller", small, known=False))
+    return bars
+
+
+def draw(found: Findings, theme: Theme) -> Figure:
+    profiles, missing = found.profiles
+    if not profiles:
+        why = "; ".join(f"{case}: {reason}" for case, reason in missing.items())
+        return empty_figure(theme, TITLE, machine_label(found), why or HOW_TO)
+    profiled = profiles[0]
+    config = profiled.judged.log.config
+    n = len(profiled.judged.rates)
+    subtitle = (
+        f"{machine_label(found)} · {profiled.case}, world size {config.world_size}, rank {profiled.rank.rank} · one "
+        f"profiled step of {format_milliseconds(profiled.rank.step_s)} ({format_signed_percent(profiled.overhead)} "
+        f"against the median of n = {n} measured ones) · MFU: causal, of {peak_label([profiled.judged])}"
+    )
+    bars = bars_of(profiled)
+    figure = titled_figure(theme, TITLE, subtitle, 0.29 * (len(bars) + 2) + 0.5)
+    axes = figure.subplots()
+    draw_bars(axes, bars, profiled, theme)
+    return figure
+
+
+def draw_bars(axes: Axes, bars: Sequence[Bar], profiled: Profiled, theme: Theme) -> None:
+    plain_axes(axes, "x")
+    reached, peak_s = 0.0, profiled.ideals.peak_s
+    dark, light = theme.series[1], theme.series[0]
+    right = 1000 * max(profiled.rank.step_s, profiled.measured_step_s)
+    for position, bar in enumerate(bars):
+        start = reached
+        color = theme.muted if bar.peak or not bar.known else light
+        axes.barh(position, 1000 * bar.ideal_s, left=1000 * start, color=color, alpha=1.0 if bar.peak else 0.45,
+                  height=0.72)  # fmt: skip
+        axes.barh(position, 1000 * bar.excess_s, left=1000 * (start + bar.ideal_s), color=dark, height=0.72)
+        reached += bar.time_s
+        axes.plot([1000 * reached] * 2, [position - 0.36, position + 1.36], color=theme.muted, linewidth=0.7)
+        share = f"   MFU {format_percent(peak_s / reached)}" if peak_s and reached else ""
+        words = f"{'' if position == 0 else '+'}{format_milliseconds(bar.time_s)}{share}"
+        # beside the bar: on its right while there is room, else on its left
+        if reached * 1000 < 0.72 * right:
+            axes.text(1000 * reached + 0.008 * right, position, words, va="center", ha="left", size=8)
+        else:
+            axes.text(1000 * start - 0.008 * right, position, words, va="center", ha="right", size=8)
+    measured = len(bars)
+    axes.barh(measured, 1000 * profiled.measured_step_s, color=theme.text, height=0.72)
+    words = format_milliseconds(profiled.measured_step_s)
+    words += f": MFU {format_percent(peak_s / profiled.measured_step_s)} causal" if peak_s else ""
+    axes.text(0.008 * right, measured, words, va="center", ha="left", size=8.5, color=theme.background, weight="bold")
+    axes.set_yticks(range(measured + 1), [*(bar.label for bar in bars), "measured step, median"])
+    axes.set_ylim(measured + 0.6, -0.6)
+    axes.set_xlim(0, 1.02 * right)
+    axes.set_xlabel("milliseconds of the step")
+    handles = [Patch(color=light, alpha=0.45), Patch(color=dark), Patch(color=theme.muted, alpha=0.45)]
+    above_the_last = 1.3 / (len(bars) + 1.2)
+    axes.legend(handles, ["at best on this machine", "could be won", "no ideal known"], loc="lower left",
+                bbox_to_anchor=(0.0, above_the_last))  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_plot(draw, "Plot where a step's time goes.", argv)

@@ -1,0 +1,154 @@
+"""What the parts of a step take at best on the machine at hand: FLOPs at measured rates, bytes at the copy rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mfubench.analysis.measures import Measures
+from mfubench.ceilings.schema import Ceilings
+from mfubench.config import RunConfig
+from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
+from mfubench.hardware import ARITHMETIC, is_on
+from mfubench.memory import ELEMENT_BYTES
+from mfubench.run_log import RunLog
+from mfubench.step_model import (
+    GRADIENT_BYTES,
+    accumulation_bytes,
+    elementwise_bytes_by_group,
+    micro_step_matmuls,
+    optimizer_bytes,
+)
+
+ATTENTION_PASSES = 3.5  # matmuls of forward and backward over those of forward: 2 and 5
+
+
+@dataclass(frozen=True)
+class Ideals:
+    """Seconds of one step on one GPU, by row of the waterfall, and in words what each is."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
+    peak_matmul_s: float | None = None  # the model's own FLOPs (causal) at the datasheet peak, matmuls...
+    peak_attention_s: float | None = None  # ...and attention
+    recomputed_s: float = 0.0  # of the matmuls' ideal: what activation checkpointing computes twice
+    collectives_s: float | None = None  # all collectives at the measured bus rate
+
+    @property
+    def peak_s(self) -> float | None:
+        if self.peak_matmul_s is None or self.peak_attention_s is None:
+            return None
+        return self.peak_matmul_s + self.peak_attention_s
+
+
+def ran_config(log: RunLog) -> RunConfig:
+    """The configuration with what was used in place of what was asked for."""
+    used = {key: log.used[key].used for key in ("loss", "compile", "attention", "dtype", "parallelism")}
+    return log.config.model_copy(update=used)
+
+
+def matmul_arithmetic(log: RunLog) -> str:
+    if is_on(log.used["fp8"]):
+        return "fp8"
+    arithmetic = ARITHMETIC.get(log.used["dtype"].used, "")
+    return "tf32" if arithmetic == "fp32" and is_on(log.used["tf32"]) else arithmetic
+
+
+def tokens_of(config: RunConfig) -> int:
+    """Tokens a step on one GPU."""
+    return config.tokens_per_step // config.world_size
+
+
+def ideals_of(judged: Measures, ceilings: Ceilings | None) -> Ideals:
+    """Ideal times of a run's step. Without measured ceilings only what needs none."""
+    log = judged.log
+    config = ran_config(log)
+    terms = flop_terms(config.model, config.seq_len)
+    ideals = Ideals(
+        seconds={"communication": 0.0, "copy": 0.0, "host": 0.0, "queue": 0.0, "data": 0.0},
+        words={
+            "communication": "all of it hidden behind the backward pass",
+            "copy": "none: no arithmetic asks for it",
+            "host": "none",
+            "queue": "none",
+            "data": "none: loaded while the device computes",
+        },
+        **peak_times(judged, terms),
+    )
+    if ceilings is None or ceilings.device != log.environment.device:
+        return ideals
+    # a rank of several on a CPU has a share of the threads that the ceilings were measured with
+    share = log.environment.cpu_threads / ceilings.threads if ceilings.device == "cpu" else 1.0
+    recomputed = add_arithmetic(ideals, config, terms, ceilings, matmul_arithmetic(log), share)
+    if ceilings.copy_rate is not None:
+        add_memory_traffic(ideals, config, ceilings.copy_rate.gb_s)
+    return Ideals(**{**ideals.__dict__, "recomputed_s": recomputed, **bus_time(config, ceilings)})
+
+
+def peak_times(judged: Measures, terms: FlopTerms) -> dict[str, float]:
+    """The model's FLOPs at the peak: causal, without recomputation."""
+    if judged.peak is None:
+        return {}
+    tokens, peak = tokens_of(judged.log.config), judged.peak.tflops * 1e12
+    return {
+        "peak_matmul_s": tokens * 6 * terms.matmul_parameters / peak,
+        "peak_attention_s": tokens * terms.attention / 2 / peak,
+    }
+
+
+def add_arithmetic(
+    ideals: Ideals, config: RunConfig, terms: FlopTerms, ceilings: Ceilings, arithmetic: str, share: float
+) -> float:
+    """Matmuls and attention at their measured ceilings; returns the seconds of recomputed matmuls."""
+    tokens, model = tokens_of(config), config.model.name
+    by_shape = ceilings.model_matmul_tflops(model, arithmetic)
+    rate = by_shape or ceilings.large_matmul_tflops(arithmetic)
+    recomputed = 0.0
+    if rate is not None:
+        flops = sum(one.flops * one.count for one in micro_step_matmuls(config)) * config.gradient_accumulation_steps
+        ideals.seconds["matmul"] = flops / (rate * share * 1e12)
+        recomputed = max(0.0, flops - tokens * 6 * terms.matmul_parameters) / (rate * share * 1e12)
+        of_what = f"its own shapes at {rate:,.4g} TFLOP/s" if by_shape else f"the large matmul's {rate:,.4g} TFLOP/s"
+        ideals.words["matmul"] = f"{of_what}, measured hot, one by one"
+    rates = {
+        one.backend: one.forward_backward_tflops
+        for one in ceilings.attention
+        if one.model == model and one.forward_backward_tflops is not None
+    }
+    if rates:
+        backend = max(rates, key=lambda name: rates[name])
+        executed = executed_flops_per_token(terms, config) - flops_per_token(terms, "causal")
+        again = terms.attention / 2 / 3 if executed > 0 else 0.0  # full checkpointing repeats its forward pass
+        flops = tokens * (terms.attention / 2 + again)
+        ideals.seconds["attention"] = flops / (rates[backend] * share * 1e12)
+        ideals.words["attention"] = f"{backend}, the fastest here: {rates[backend]:,.4g} TFLOP/s forward and backward"
+    return recomputed
+
+
+def add_memory_traffic(ideals: Ideals, config: RunConfig, copy_gb_s: float) -> None:
+    """Elementwise work, accumulation and optimizer: each byte once, at the measured copy rate."""
+    for name, size in memory_traffic(config).items():
+        if name != "attention":
+            ideals.seconds[name] = size / (copy_gb_s * 1e9)
+            ideals.words[name] = f"{size / 1e9:,.3g} GB at {copy_gb_s:,.4g} GB/s"
+
+
+def memory_traffic(config: RunConfig) -> dict[str, float]:
+    """Bytes a step on one GPU by row of the waterfall, fused as far as a compiler fuses."""
+    steps = config.gradient_accumulation_steps
+    groups = {name: steps * size for name, size in elementwise_bytes_by_group(config).items()}
+    return groups | {"accumulation": accumulation_bytes(config), "optimizer": optimizer_bytes(config)}
+
+
+def bus_time(config: RunConfig, ceilings: Ceilings) -> dict[str, float]:
+    """All of a step's collectives at the bus rate that was measured with as many ranks and the largest buffer."""
+    ranks = config.world_size
+    rates = [one for one in ceilings.collectives if one.world_size == ranks]
+    if ranks == 1 or not rates:
+        return {}
+    gb_s = max(rates, key=lambda one: one.bytes).bus_gb_s
+    parameters = count_parameters(config.model).total
+    share = (ranks - 1) / ranks
+    moved = 2 * share * parameters * GRADIENT_BYTES  # all-reduce: scatter and gather
+    if config.parallelism in ("zero1", "fsdp"):
+        moved = share * parameters * (GRADIENT_BYTES + ELEMENT_BYTES[config.dtype])
+    return {"collectives_s": moved / (gb_s * 1e9)}

@@ -1,0 +1,202 @@
+"""Where the rest went: a profiled step taken apart, what each part is worth, the kernels on a roofline."""
+
+from __future__ import annotations
+
+from mfubench.analysis.figures import roofline, waterfall
+from mfubench.analysis.figures.style import per_gpu
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.profiles import Profiled, Row
+from mfubench.analysis.report.blocks import Block, Folded, Notice, Section, Table, Text
+from mfubench.analysis.report.blocks import Figure as FigureBlock
+from mfubench.analysis.units import (
+    format_milliseconds,
+    format_percent,
+    format_rate,
+    format_seconds,
+    format_signed_percent,
+)
+from mfubench.profiling.categories import COMMUNICATION, ELEMENTWISE_GROUPS, HOST, LOSS, OPTIMIZER, QUEUE
+
+SHOWN_KERNELS = 30
+HOW_TO = (
+    "A profile is a last, unmeasured step of a run under torch.profiler. Ask for it where it is wanted, on a case or "
+    "in the `base` of a stage: `measurement: {profile: timeline}`; the run is then measured again."
+)
+
+
+def profile_section(found: Findings) -> Section:
+    profiles, missing = found.profiles
+    section = Section("profile", "Where the rest went")
+    wanted = [
+        name
+        for name, case in found.study.declared.cases.items()
+        if (case.get("measurement") or {}).get("profile") == "timeline" and name not in found.study.traces
+    ]
+    reasons = dict.fromkeys(wanted, "its trace is not there yet") | missing
+    if not profiles:
+        section.blocks.append(Text("**No case of this study has a profile**, so its steps are not taken apart here."))
+    else:
+        section.blocks.extend(headline_blocks(found, profiles[0]))
+        if len(profiles) > 1:
+            section.blocks.append(cases_table(profiles))
+        section.blocks.extend(folded_blocks(found, profiles))
+    if reasons:
+        rows = [[f"`{name}`", reason] for name, reason in reasons.items()]
+        section.blocks.append(Table(["case|", "why|"], rows, "Profiles that are not to be had"))
+    if not profiles:
+        section.blocks.append(Text(HOW_TO))
+    return section
+
+
+def headline_blocks(found: Findings, profiled: Profiled) -> list[Block]:
+    """The fastest profiled case: what to do next, the waterfall as picture and table, the roofline."""
+    alt = f"Parts of a step of {profiled.case}, one after the other, each with what it takes at best."
+    blocks: list[Block] = [
+        Notice(next_sentence(found, profiled), "good"),
+        FigureBlock("waterfall", alt, waterfall.draw),
+        parts_table(found, profiled),
+        Text(how_taken(found, profiled)),
+        FigureBlock("roofline", "Kernel groups by FLOPs a byte and by achieved rate, under two roofs.", roofline.draw),
+        Text(
+            "FLOPs and bytes are counted from shapes, not by the card's counters: a group far below the roof moves "
+            "more than it must, or moves it slowly. Elementwise arithmetic is a rough count; its distance to the slope "
+            "is not."
+        ),
+    ]
+    return blocks
+
+
+def next_sentence(found: Findings, profiled: Profiled) -> str:
+    row = profiled.next_row
+    if row is None or row.ideal_s is None:
+        return (
+            f"`{profiled.case}`: the machine's ceilings were not measured, so nothing says what each part of a step "
+            "takes at best: run `snakemake --cores all analysis`."
+        )
+    now, then = profiled.tokens_per_s, profiled.rate_without(row.excess_s)
+    at_best = f"{format_seconds(row.ideal_s)} at best here ({row.ideal})" if row.ideal_s > 0 else "nothing at best"
+    return (
+        f"**The next optimisation of `{profiled.case}` is: {row.label}.** It takes {format_seconds(row.time_s)} of a "
+        f"step of {format_seconds(profiled.rank.step_s)}, and {at_best}. Without the difference the rate would be "
+        f"{format_rate(then)} instead of {format_rate(now)} {per_gpu(found)} ({format_signed_percent(then / now - 1)})."
+    )
+
+
+def parts_table(found: Findings, profiled: Profiled) -> Table:
+    columns = ["part|", "time", "share", "at best here", "could be won", f"worth, {per_gpu(found)}", "what is best|"]
+    rows = [part_row(profiled, row) for row in profiled.rows]
+    total = profiled.rank.step_s
+    rows.append(["**the profiled step**", format_milliseconds(total), "100.0 %", "", "", "", ""])
+    caption = f"One step of `{profiled.case}`, rank {profiled.rank.rank}: the parts add up to it"
+    return Table(columns, rows, caption)
+
+
+def part_row(profiled: Profiled, row: Row) -> list[str]:
+    share = format_percent(row.time_s / profiled.rank.step_s)
+    if row.ideal_s is None:
+        return [row.label, format_milliseconds(row.time_s), share, "not known", "–", "–", "–"]
+    won = profiled.rate_without(row.excess_s) - profiled.tokens_per_s
+    worth = f"+{format_rate(won)}" if row.excess_s > 0 else "–"
+    return [
+        row.label,
+        format_milliseconds(row.time_s),
+        share,
+        format_milliseconds(row.ideal_s) if row.ideal_s > 0 else "0",
+        format_milliseconds(row.excess_s) if row.excess_s > 0 else "–",
+        worth,
+        row.ideal,
+    ]
+
+
+def how_taken(found: Findings, profiled: Profiled) -> str:
+    """What the reader must know of the profile: overhead, ranks, streams, passes, the trace."""
+    rank, ideals = profiled.rank, profiled.ideals
+    words = [
+        f"The profiled step took {format_seconds(rank.step_s)}, {format_signed_percent(profiled.overhead)} against the "
+        f"median of the measured ones ({format_seconds(profiled.measured_step_s)}): the profiler's overhead, and the "
+        "spread between steps. Every moment is counted once: kernels that overlap share it, a collective counts where "
+        "nothing else ran."
+    ]
+    if ideals.recomputed_s > 0:
+        words.append(
+            f"Of the matmuls' best time {format_milliseconds(ideals.recomputed_s)} repeat the forward pass (activation "
+            "checkpointing)."
+        )
+    passes = rank.directions.get("matmul", {})
+    if len(passes) == 2:
+        forward, backward = (format_milliseconds(passes[key]) for key in ("forward", "backward"))
+        words.append(f"Matmuls: {forward} forward, {backward} backward.")
+    if rank.collectives_s:
+        words.append(communication_words(profiled))
+    trace = found.study.traces[profiled.case].relative_to(found.study.folder)
+    words.append(f"The trace is `{trace}`, for ui.perfetto.dev; left out of it: {profiled.breakdown.left_out}.")
+    return " ".join(words)
+
+
+def communication_words(profiled: Profiled) -> str:
+    rank = profiled.rank
+    words = (
+        f"Collectives ran for {format_milliseconds(sum(rank.collectives_s))}, "
+        f"{format_milliseconds(rank.hidden_communication_s)} of it hidden behind compute"
+    )
+    if profiled.ideals.collectives_s is not None:
+        words += f"; at the bus rate measured here they would take {format_milliseconds(profiled.ideals.collectives_s)}"
+    waits = [other for other in profiled.breakdown.ranks if other.waiting_s is not None]
+    if len(waits) > 1:
+        longest = max(waits, key=lambda other: other.waiting_s or 0.0)
+        words += (
+            f". Rank {rank.rank} comes last to the collectives; rank {longest.rank} waits longest for it, "
+            f"{format_milliseconds(longest.waiting_s or 0.0)} a step"
+        )
+    return words + "."
+
+
+def cases_table(profiles: list[Profiled]) -> Table:
+    """All profiled cases side by side, in shares of their steps."""
+    columns = ["case|", "step", "matmul", "attention", "elementwise", "loss", "optimizer", "communication, exposed"]
+    columns += ["hidden", "gaps", "data", "longest wait for a rank", "overhead of the profile"]
+    rows = []
+    for profiled in profiles:
+        rank = profiled.rank
+        parts = {name: seconds / rank.step_s for name, seconds in rank.parts.items()}
+        waits = [other.waiting_s for other in profiled.breakdown.ranks if other.waiting_s is not None]
+        shares = [parts["matmul"], parts["attention"], sum(parts[name] for name in ELEMENTWISE_GROUPS), parts[LOSS]]
+        shares += [parts[OPTIMIZER], parts[COMMUNICATION], rank.hidden_communication_s / rank.step_s]
+        shares += [parts[HOST] + parts[QUEUE], parts["data"]]
+        wait = format_milliseconds(max(waits)) if len(waits) > 1 else "–"
+        overhead = format_signed_percent(profiled.overhead)
+        rows.append(
+            [f"`{profiled.case}`", format_milliseconds(rank.step_s), *map(format_percent, shares), wait, overhead]
+        )
+    return Table(columns, rows, "All profiled cases, fastest first: shares of the step of the slowest rank")
+
+
+def folded_blocks(found: Findings, profiles: list[Profiled]) -> list[Block]:
+    blocks: list[Block] = [kernels_block(profiles[0])]
+    others = [parts_table(found, profiled) for profiled in profiles[1:]]
+    if others:
+        blocks.append(Folded(f"The parts of the other {len(others)} profiled cases", others))
+    return blocks
+
+
+def kernels_block(profiled: Profiled) -> Folded:
+    """The longest kernels, and honestly what the rest is."""
+    kernels = profiled.rank.kernels
+    rows = [
+        [shortened(kernel.name), kernel.category, str(kernel.count), format_milliseconds(kernel.total_s),
+         f"{1e6 * kernel.median_s:,.3g} µs"]
+        for kernel in kernels[:SHOWN_KERNELS]
+    ]  # fmt: skip
+    unknown = sum(kernel.total_s for kernel in kernels if kernel.category == "other")
+    what = "kernels" if profiled.breakdown.device == "cuda" else "operators (own time)"
+    caption = (
+        f"`{profiled.case}`, the {len(rows)} longest of {len(kernels)} {what}; of unknown purpose: "
+        f"{format_milliseconds(unknown)} in all"
+    )
+    return Folded(f"The longest {what}", [Table(["name|", "category|", "count", "total", "median"], rows, caption)])
+
+
+def shortened(name: str) -> str:
+    """A kernel's name without the template arguments that fill pages."""
+    name = name.replace("`", "'").replace("**", "* *")
+    return f"`{name}`" if len(name) <= 90 else f"`{name[:60]} … {name[-25:]}`"

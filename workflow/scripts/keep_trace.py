@@ -1,0 +1,8 @@
+"""Keep the trace of a run's profiled step; of a run that could not be profiled, the reason."""
+
+import sys
+
+from mfubench.profiling.keep import main
+
+if __name__ == "__main__":
+    sys.exit(main())
