@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: run test test-all test-cluster check lint format typecheck setup flash-attn lock clean help
+.PHONY: run test test-all test-faults test-cluster check lint format typecheck setup flash-attn lock clean help
 
 run: setup  ## run the default study on this machine
 	snakemake --cores $(CORES)
@@ -21,7 +21,10 @@ test: setup lint typecheck  ## lint, the tests, the real workflow small; ten min
 test-all: setup lint typecheck  ## also the slow ones: every world size, killed at random instants, real tunings; half an hour
 	pytest -q
 
-test-cluster: setup  ## a SLURM of two nodes on this machine (Debian, as root), and the workflow through it; 15 minutes
+test-faults: setup  ## processes killed, disks full, files damaged, ranks hung: docs/faults.md; ten minutes
+	pytest -q -m faults
+
+test-cluster: setup  ## a SLURM of two nodes on this machine (Debian, as root or by sudo), the workflow through it; 12 minutes
 	MFUBENCH_CLUSTER=1 pytest -q -x tests/cluster
 
 check: setup lint typecheck  ## lint, types, fast tests

@@ -55,6 +55,7 @@ def test_free_cards_are_taken_in_order_and_shown_to_cuda_as_nvml_counts_them(dri
         assert lease()["busy"] == {} and lease()["unknown"] == []
 
 
+@pytest.mark.faults
 def test_stop_names_card_and_process(driver):
     driver.users = {1: [os.getpid()]}
     with pytest.raises(ConfigError, match=rf"card 1: {os.getpid()} \w+"), cards_for_job(arguments(2)):
@@ -68,6 +69,7 @@ def test_stop_lets_a_run_go_on_beside_cards_it_does_not_need_and_records_them(dr
         assert list(lease()["busy"]) == ["3"]
 
 
+@pytest.mark.faults
 def test_move_takes_other_cards_and_records_why(driver):
     driver.users = {0: [os.getpid()]}
     with cards_for_job(arguments(2, "move")) as cards:
@@ -81,6 +83,7 @@ def test_move_waits_where_too_few_cards_are_free_and_then_stops(driver):
         pass
 
 
+@pytest.mark.faults
 def test_wait_goes_on_once_the_others_have_ended(driver, capsys):
     driver.users = {0: [os.getpid()]}
     threading.Timer(0.2, driver.users.clear).start()

@@ -34,6 +34,7 @@ def test_more_cards_than_there_are_is_an_error():
         pass
 
 
+@pytest.mark.faults
 def test_a_killed_holder_frees_its_cards():
     program = (
         "import time; from mfubench.lease import lease_cards\n"

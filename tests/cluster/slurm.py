@@ -72,7 +72,9 @@ class ClusterProject(Project):
         self.slurm("--unlock", TRAINING)
 
     def training(self) -> Path:
-        return self.folder / "results" / "minimal" / "work" / "training" / "pretrain"
+        """Work folder of the training as the study stands now: other values have another one."""
+        parent = self.folder / "results" / "minimal" / "work" / "training" / "pretrain"
+        return max(parent.iterdir(), key=lambda folder: folder.stat().st_mtime)
 
     def steps_saved(self) -> int:
         """Steps of the latest checkpoint of the training."""
@@ -92,6 +94,11 @@ def wait_until(condition: Callable[[], object], complaint: str, timeout_s: float
 
 def ask(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def administer(*command: str) -> str:
+    """`ask` what only SLURM's own user may."""
+    return ask(*([] if os.geteuid() == 0 else ["sudo", "-n"]), *command)
 
 
 def submitted(output: str) -> list[str]:

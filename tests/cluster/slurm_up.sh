@@ -2,8 +2,11 @@
 # A SLURM of two nodes on one Debian machine, for tests: slurmctld, two slurmd, munge; every node claims GPUs that are
 # device files without a device. No systemd, no control groups, no accounting. Run it again to repair what has died.
 #
-#   slurm_up.sh         install what is missing, start, wait until both nodes are idle   (as root)
+#   slurm_up.sh         install what is missing, start, wait until both nodes are idle
 #   slurm_up.sh stop    end what this script started
+#
+# As root, or as a user who may become root without a password. Exit code 77: this machine can have no SLURM, and why;
+# another one: it can, and something is wrong.
 #
 # All its files lie in MFUBENCH_SLURM (default /var/lib/mfubench-slurm), but for the link /etc/slurm/slurm.conf: within
 # jobs the executor plugin drops SLURM_CONF.
@@ -19,6 +22,7 @@ first_port=16817 # slurmctld; the slurmds take the next ones: beside another SLU
 export SLURM_CONF=$folder/slurm.conf PATH=$PATH:/usr/sbin
 
 die() { echo "slurm_up.sh: $*" >&2; exit 1; }
+unavailable() { echo "no SLURM can be had here: $*" >&2; exit 77; }
 
 # alive NAME PIDFILE: that process exists, by that name, and is no zombie
 alive() {
@@ -34,7 +38,7 @@ end() { # NAME PIDFILE
 }
 
 stop() {
-  alive slurmctld "$folder/slurmctld.pid" && { timeout 20 scancel --user root; sleep 1; }
+  alive slurmctld "$folder/slurmctld.pid" && { squeue -h -o %i | xargs -r timeout 20 scancel; sleep 1; }
   for node in "${nodes[@]}"; do end slurmd "$folder/slurmd.$node.pid"; done
   end slurmctld "$folder/slurmctld.pid"
   end munged "$folder/munged.pid"
@@ -47,19 +51,19 @@ install_packages() {
     command -v "${pair%:*}" >/dev/null || missing+=("${pair#*:}")
   done
   [ ${#missing[@]} = 0 ] && return
+  command -v apt-get >/dev/null || unavailable "${missing[*]} missing, and there is no apt-get"
   echo "installing ${missing[*]}"
-  export DEBIAN_FRONTEND=noninteractive
-  local quiet=(-qq -y -o Dpkg::Use-Pty=0 --no-install-recommends)
-  # package lists may be missing or old
-  apt-get install "${quiet[@]}" "${missing[@]}" >/dev/null 2>&1 ||
-    { apt-get update -qq && apt-get install "${quiet[@]}" "${missing[@]}" >/dev/null; } ||
-    die "apt-get could not install ${missing[*]}"
+  export DEBIAN_FRONTEND=noninteractive LC_ALL=C
+  local install=(apt-get install -qq -y -o Dpkg::Use-Pty=0 --no-install-recommends "${missing[@]}") said
+  "${install[@]}" >/dev/null 2>&1 && return
+  apt-get update -qq >/dev/null 2>&1 || true # package lists were missing or old
+  said=$("${install[@]}" 2>&1 >/dev/null) || unavailable "apt-get could not install ${missing[*]}: ${said//$'\n'/ }"
 }
 
 write_configuration() {
   mkdir -p "$folder"/{state,log,cgroup,devices} /etc/slurm
   [ -e /etc/slurm/slurm.conf ] || ln -sf "$SLURM_CONF" /etc/slurm/slurm.conf
-  [ "$(readlink /etc/slurm/slurm.conf)" = "$SLURM_CONF" ] || die "/etc/slurm/slurm.conf is another SLURM's"
+  [ "$(readlink /etc/slurm/slurm.conf)" = "$SLURM_CONF" ] || unavailable "/etc/slurm/slurm.conf is another SLURM's"
   local node port=$first_port lines="" index
   for ((index = 0; index < gpus; index++)); do
     # one distinct device a GPU (the null device), so that SLURM hands out indices; a file where mknod is forbidden
@@ -146,7 +150,10 @@ wait_until_idle() {
   die "the nodes did not become idle (${states:-no answer}); see $folder/log"
 }
 
-[ "$(id -u)" = 0 ] || die "must run as root"
+if [ "$(id -u)" != 0 ]; then
+  sudo -n true 2>/dev/null || unavailable "neither root nor sudo without a password"
+  exec sudo -n env "MFUBENCH_SLURM=$folder" "$0" "$@"
+fi
 if [ "${1:-}" = stop ]; then
   stop || true
   exit

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from cluster.slurm import TRAINING, ask, job, jobs_named, queue, submitted, wait_until
+from cluster.slurm import TRAINING, administer, ask, job, jobs_named, queue, submitted, wait_until
 
 pytestmark = pytest.mark.cluster
 
@@ -91,13 +91,13 @@ def test_snakemake_killed_leaves_its_job_and_submits_no_second_one(long_training
 
 
 def test_a_drained_node_holds_the_job_back_until_it_returns(long_training):
-    ask("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
+    administer("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
     try:
         saved = long_training.steps_saved()
         process = long_training.start(TRAINING)
         wait_until(lambda: len(queue()) == 1 and queue()[0].endswith("PENDING"), "the job is not in the queue")
     finally:
-        ask("scontrol", "update", "nodename=n2", "state=resume")
+        administer("scontrol", "update", "nodename=n2", "state=resume")
     long_training.wait_for_checkpoint_after(saved)
     number = queue()[0].split()[0]
     assert job(number)["NodeList"] == "n[1-2]"
@@ -112,7 +112,7 @@ def test_a_time_limit_leaves_a_checkpoint_and_the_restart_goes_on_from_it(long_t
     long_training.edit_study(change)
     saved = long_training.steps_saved()
     stopped = long_training.training() / "stopped.json"
-    stopped.unlink()  # of the scancel before, which left a checkpoint too
+    stopped.unlink(missing_ok=True)  # of the scancel before, which left a checkpoint too
     process = long_training.start(TRAINING)
     wait_until(stopped.exists, "the signal before the time limit did not stop the training", timeout_s=150)
     step = json.loads(stopped.read_text())["step"]
@@ -125,16 +125,25 @@ def test_a_time_limit_leaves_a_checkpoint_and_the_restart_goes_on_from_it(long_t
 
 
 def test_the_end_reports_every_restart(long_training):
-    steps = long_training.steps_saved() + 5
+    """A training that is short enough to end, cancelled once."""
+    steps = 200
 
     def change(study):
-        study["experiments"]["training"]["cases"]["pretrain"]["max_iters"] = steps
-        del study["machine"]["slurm"]["runtime_min"]
+        study["experiments"]["training"]["cases"]["pretrain"].update(max_iters=steps, checkpoint={"interval": 10})
+        study["machine"]["slurm"].update(runtime_min={}, training_restarts=0)
 
     long_training.edit_study(change)
+    earlier = long_training.training()
+    process = long_training.start(TRAINING)
+    wait_until(lambda: long_training.training() != earlier, "the training did not start anew", timeout_s=180)
+    long_training.wait_for_checkpoint_after(0)
+    long_training.abandon(process)
+    saved = long_training.steps_saved()
+    assert 0 < saved < steps
+
     long_training.slurm(TRAINING)
     log = json.loads((long_training.folder / TRAINING).read_text())
     assert log["status"] == "ok" and [step["step"] for step in log["steps"]] == list(range(steps))
-    assert len(log["resumes"]) >= 1
+    assert [resume["step"] for resume in log["resumes"]] == [saved]
     assert log["environment"]["slurm_job_id"] == jobs_named(RULE)[-1]
     assert "Nothing to be done" in long_training.slurm("-n", TRAINING)

@@ -74,6 +74,7 @@ def change(folder: Path, **values: Any) -> None:
     (folder / "meta.json").write_text(json.dumps(meta | values))
 
 
+@pytest.mark.faults
 def test_faults(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="never finished"):
         TokenDataset.open(tmp_path, "train")

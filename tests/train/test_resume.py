@@ -6,9 +6,11 @@ import functools
 import json
 import os
 import random
+import shutil
 import signal
 import time
 
+import psutil
 import pytest
 from train.train_runs import finish_run, losses, run, run_here, start_run, tiny_config
 
@@ -25,7 +27,15 @@ def ranks_of(launcher_pid: int) -> list[int]:
         return [int(pid) for pid in children.read().split()]
 
 
-def wait_for_step(work, step: int, process, timeout_s: float = 60) -> None:
+def runs(pid: int) -> bool:
+    """Whether a process has not ended (nor waits for somebody to ask how)."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for_step(work, step: int, process, timeout_s: float = 180) -> None:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
         lines = (work / "steps.jsonl").read_text().splitlines() if (work / "steps.jsonl").exists() else []
@@ -94,14 +104,14 @@ def test_a_checkpoint_of_another_run_is_refused(change, message, data, tmp_path)
         run_here(tiny_config(**change), data, tmp_path)
 
 
+@pytest.mark.faults
 @pytest.mark.slow
-@pytest.mark.parametrize("parallelism", ["ddp", "zero1"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("parallelism", "victim"), [("ddp", 0), ("zero1", 1)])
 def test_sigkill_of_a_rank_at_a_random_instant(parallelism, victim, two_ranks, data, tmp_path):
     config = tiny_config(world_size=2, micro_batch_size=4, parallelism=parallelism, checkpoint=EVERY_5)
     process = start_run(config, data, tmp_path, script="planted.py", PLANT="slow")
     wait_for_step(tmp_path, 0, process)
-    time.sleep(random.uniform(0, 3.5))  # the 20 steps take 4 s
+    time.sleep(random.uniform(0, 2.5))  # the 20 steps take 4 s at least
     os.kill(ranks_of(process.pid)[victim], signal.SIGKILL)
     code, _ = finish_run(process)
     assert code == 1
@@ -111,6 +121,49 @@ def test_sigkill_of_a_rank_at_a_random_instant(parallelism, victim, two_ranks, d
     assert losses(resumed) == two_ranks(parallelism)
 
 
+@pytest.mark.faults
+@pytest.mark.slow
+def test_sigkill_of_the_launcher_ends_its_ranks(two_ranks, data, tmp_path):
+    config = tiny_config(world_size=2, micro_batch_size=4, checkpoint=EVERY_5)
+    process = start_run(config, data, tmp_path, script="planted.py", PLANT="slow")
+    wait_for_step(tmp_path, 6, process)
+    ranks = ranks_of(process.pid)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 120
+    while any(runs(rank) for rank in ranks):
+        assert time.monotonic() < deadline, "ranks outlive their launcher"
+        time.sleep(0.1)
+    assert not (tmp_path / "run.json").exists()
+    kinds = [json.loads(path.read_text())["kind"] for path in (tmp_path / "ranks").glob("failure-*.json")]
+    assert "lost" in kinds
+    resumed = run(config, data, tmp_path)
+    assert [resume.step for resume in resumed.resumes] == [5]
+    assert losses(resumed) == two_ranks("ddp")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "config.json", "history.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(name, damage, data, tmp_path):
+    whole = run_here(tiny_config(max_iters=12), data, tmp_path / "whole")
+    work = tmp_path / "parts"
+    run_here(tiny_config(max_iters=10, checkpoint={"interval": 5, "keep": "all"}), data, work)
+    damaged = work / "checkpoints" / "step-000010"
+    if damage == "missing":
+        (damaged / name).unlink()
+    else:
+        os.truncate(damaged / name, (damaged / name).stat().st_size // 2)
+    with pytest.raises(AssertionError, match=r"step-000010.*this checkpoint is damaged .* Remove its folder"):
+        run_here(tiny_config(max_iters=12), data, work)
+    assert not (work / "run.json").exists()
+    shutil.rmtree(damaged)
+    resumed = run_here(tiny_config(max_iters=12), data, work)
+    assert [resume.step for resume in resumed.resumes] == [5]
+    assert losses(resumed) == losses(whole)
+
+
+@pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_sigkill_during_a_checkpoint_write_leaves_the_previous_one(victim, two_ranks, data, tmp_path):
@@ -124,6 +177,7 @@ def test_sigkill_during_a_checkpoint_write_leaves_the_previous_one(victim, two_r
     assert losses(resumed) == two_ranks("ddp")
 
 
+@pytest.mark.faults
 def test_sigterm_writes_a_checkpoint_and_says_resume(data, tmp_path, two_ranks):
     config = tiny_config(world_size=2, micro_batch_size=4)
     process = start_run(config, data, tmp_path, script="planted.py", PLANT="slow")
@@ -184,6 +238,7 @@ def test_half_precision_resumes_exactly(dtype, data, tmp_path):
     assert losses(run_here(tiny_config(dtype=dtype), data, tmp_path)) == losses(whole)
 
 
+@pytest.mark.faults
 def test_a_disk_that_is_too_full_is_told_before_training(tmp_path):
     with pytest.raises(ConfigError, match="the disk has"):
         checkpoint.prepare_folder(tmp_path, True, tiny_config(checkpoint=EVERY_5), parameters=10**15)

@@ -88,7 +88,7 @@ def start_run(config: RunConfig, data: Path, work: Path, *extra: str, script: st
     return subprocess.Popen(command, env=environment(**variables), stderr=subprocess.PIPE, text=True)
 
 
-def finish_run(process, timeout_s: float = 120) -> tuple[int, str]:
+def finish_run(process, timeout_s: float = 300) -> tuple[int, str]:
     """Exit code and standard error of a launcher."""
     _, stderr = process.communicate(timeout=timeout_s)
     return process.returncode, stderr
@@ -110,7 +110,7 @@ def run_here(config: RunConfig, data: Path, work: Path, *extra: str) -> RunLog:
     return read_run_log(work / "run.json")
 
 
-def run_many(configs: dict[str, RunConfig], data: Path, work: Path, timeout_s: float = 300) -> dict[str, RunLog]:
+def run_many(configs: dict[str, RunConfig], data: Path, work: Path, timeout_s: float = 600) -> dict[str, RunLog]:
     """Train one run after the other in one set of gloo ranks, which are started once."""
     work.mkdir(parents=True, exist_ok=True)
     world_sizes = {config.world_size for config in configs.values()}

@@ -24,17 +24,21 @@ class Project:
     def results(self) -> Path:
         return self.folder / "results" / "minimal"
 
-    def snakemake(self, *arguments: str, check: bool = True) -> str:
+    def snakemake(self, *arguments: str, check: bool = True, **variables: str) -> str:
         """Output of one call of snakemake with the test study."""
-        command = [sys.executable, "-m", "snakemake", "--cores", "2", *arguments, "--configfile", "study.yaml"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MFUBENCH_CONFIG_DIR": ""}
-        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-        process = subprocess.run(
-            command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        process = self.start_snakemake(*arguments, **variables)
+        output, _ = process.communicate()
         if check and process.returncode:
-            raise AssertionError(process.stdout[-8000:])
-        return process.stdout
+            raise AssertionError(output[-8000:])
+        return output
+
+    def start_snakemake(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        """The same, as it runs: in a session of its own, with further environment variables."""
+        command = [sys.executable, "-m", "snakemake", "--cores", "2", *arguments, "--configfile", "study.yaml"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MFUBENCH_CONFIG_DIR": "", **variables}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, cwd=self.folder, env=environment, text=True, start_new_session=True, **output)
 
     def stale(self, *arguments: str) -> list[str]:
         """`rule output` of each job that a dry run would run."""

@@ -1,9 +1,11 @@
 """A worker in which something goes wrong: PLANT says what, in which rank (PLANT_RANK) and step (PLANT_STEP)."""
 
 import os
+import resource
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -13,6 +15,16 @@ from mfubench.train import worker
 plant, rank, at = os.environ["PLANT"], int(os.environ.get("PLANT_RANK", "0")), int(os.environ.get("PLANT_STEP", "3"))
 take_step = step_module.TrainStep.__call__
 steps = 0
+
+
+def fill(disk):
+    """Somebody else takes what is left of a disk."""
+    with open(disk / "somebody-elses", "wb", buffering=0) as stream:
+        try:
+            while stream.write(b"0" * 65536):
+                pass
+        except OSError:
+            return
 
 
 def planted(self, inputs, labels):
@@ -29,8 +41,13 @@ def planted(self, inputs, labels):
             time.sleep(3600)
         if plant == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if plant == "slow":
-            pass
+        if plant == "clock":  # somebody sets the date
+            true_time, jump_s = time.time, float(os.environ["PLANT_JUMP_S"])
+            time.time = lambda: true_time() + jump_s
+        if plant == "full":
+            fill(Path(os.environ["PLANT_DISK"]))
+        if plant == "limit":  # no file may grow beyond this: fails as a full disk does
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
     if plant == "slow":
         time.sleep(0.2)
     return take_step(self, inputs, labels)

@@ -19,7 +19,7 @@ from mfubench.train.watchdog import Watchdog
 
 work, data = Path(sys.argv[1]), Path(sys.argv[2])
 configs = {key: read_config(text) for key, text in json.loads((work / "configs.json").read_text()).items()}
-process = start_process(next(iter(configs.values())), timeout_s=60)
+process = start_process(next(iter(configs.values())), timeout_s=300)
 
 
 def finish_and_keep_weights(training, sampler):
@@ -35,7 +35,7 @@ for key, config in configs.items():
     paths = Paths(data, work / key, work / key / "run.json")
     ranks_folder(paths.work).mkdir(parents=True, exist_ok=True)
     process.barrier()
-    watchdog = Watchdog(paths.work, process.rank, timeout_s=60)
+    watchdog = Watchdog(paths.work, process.rank, timeout_s=300)
     log = loop.train(config, paths, process, watchdog, resume=False, display=None)
     watchdog.close()
     if process.is_main:
