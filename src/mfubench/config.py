@@ -123,6 +123,26 @@ class LoaderConfig(Strict):
     prefetch_factor: int = Field(2, ge=1, description="batches each worker holds ready; dataloader only")
 
 
+class CommunicationConfig(Strict):
+    """How the ranks exchange gradients and weights."""
+
+    bucket_mb: float = Field(100.0, gt=0, description="ddp, zero1: gradients reduced together, MB of float32")
+    first_bucket_mb: float | None = Field(
+        None, gt=0, description="ddp, zero1: the first bucket; smaller than the others, communication starts earlier"
+    )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of gradients on their way")
+    overlap_gather: bool = Field(
+        True, description="zero1: gather updated weights while the next forward pass runs, not before it"
+    )
+    reshard_after_forward: Literal["auto", "always", "never"] = Field(
+        "auto", description="fsdp: free gathered weights after each use; auto: where they do not fit"
+    )
+    prefetch_blocks: int = Field(1, ge=1, description="fsdp: blocks whose weights are gathered ahead")
+    shard_ranks: int | None = Field(
+        None, ge=1, description="fsdp: ranks among which weights are sharded, copies beyond them; null: all"
+    )
+
+
 class EvaluationConfig(Strict):
     """Loss on val.bin, timed apart from the training steps."""
 
@@ -203,6 +223,7 @@ class RunConfig(Strict):
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     cuda_graphs: bool = Field(False, description="capture the whole step: forward, backward, clip, optimizer")
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    communication: CommunicationConfig = CommunicationConfig()
     loader: LoaderConfig = LoaderConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -261,6 +282,11 @@ class RunConfig(Strict):
     def check_run(self) -> RunConfig:
         if self.world_size % self.nnodes:
             raise ValueError(f"world_size {self.world_size} is not a multiple of nnodes {self.nnodes}")
+        if self.communication.shard_ranks is not None and self.world_size % self.communication.shard_ranks:
+            raise ValueError(
+                f"world_size {self.world_size} is not a multiple of communication.shard_ranks "
+                f"{self.communication.shard_ranks}"
+            )
         if self.parallelism == "none" and self.world_size > 1:
             raise ValueError(f"parallelism: none runs one process, but world_size is {self.world_size}")
         if self.model.position == "learned" and self.seq_len > self.model.max_position_embeddings:

@@ -1,12 +1,16 @@
 """fsdp: FSDP2's fully_shard, with float32 masters that are the shards themselves.
 
-Two ways to spend memory, chosen by what fits:
+Two ways to spend memory, chosen by what fits or by communication.reshard_after_forward:
 
 - weights kept (within a step): gathered once, used by all micro-steps, gradients accumulated whole in float32 and
   reduce-scattered once, on the last micro-step. Communication as with zero1; memory 2 + 4 bytes a parameter (bfloat16
   weights, float32 gradients) beside the shards' 16/world_size.
 - weights resharded: gathered for each forward and each backward, gradients reduce-scattered in each micro-step. The
   least memory (one block at a time), and accumulation_steps times the communication.
+
+With communication.shard_ranks below the number of ranks, weights are sharded among that many neighbours, and the groups
+hold copies: gathers and scatters stay within a group (a node, say), and only the owned part of the gradient is summed
+over the groups, on the last micro-step.
 """
 
 from __future__ import annotations
@@ -16,10 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from mfubench.config import CommunicationConfig
 from mfubench.model import Decoder
 from mfubench.train.parallel import Fragment, Piece
 from mfubench.train.process import Process
@@ -39,18 +44,28 @@ class FsdpEngine:
         dtype: torch.dtype,
         process: Process,
         gradient_accumulation_steps: int,
+        communication: CommunicationConfig | None = None,
     ):
         """`model` is on the meta device, in float32; it is sharded, allocated and initialised here."""
         self.divisor = float(gradient_accumulation_steps)  # fully_shard itself averages over the ranks
-        self.keeps_weights = weights_fit(sum(p.numel() for p in model.parameters()), dtype, process)
-        mesh = init_device_mesh(process.device.type, (process.world_size,))
+        communication = communication or CommunicationConfig()
+        fits = weights_fit(sum(p.numel() for p in model.parameters()), dtype, process)
+        self.keeps_weights = {"auto": fits, "always": False, "never": True}[communication.reshard_after_forward]
+        ranks = communication.shard_ranks or process.world_size
+        self.copies = process.world_size // ranks  # of each shard, over all ranks
+        kept = "kept within a step" if self.keeps_weights else "resharded after each use"
+        self.description = f"gathered weights are {kept}, sharded among {ranks} ranks"
+        mesh = make_mesh(process, ranks)
         # inputs are not cast: the RoPE tables stay float32, as under every other parallelism
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        reduce_dtype = getattr(torch, communication.reduce_dtype)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.keeps_weights)
         self.root: FSDPModule = fully_shard(
             model, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.keeps_weights
         )
+        if communication.prefetch_blocks > 1:  # one ahead is what fully_shard does by itself
+            prefetch(list(model.blocks), communication.prefetch_blocks)
         register_fsdp_forward_method(model, "generate")
         model.to_empty(device=process.device)
         model.tie_weights()
@@ -76,6 +91,8 @@ class FsdpEngine:
         if self.keeps_weights:
             self.root.set_requires_gradient_sync(last)
             self.root.set_reshard_after_backward(last)
+        elif self.copies > 1:
+            self.root.set_requires_all_reduce(last)
         self.root.set_is_last_backward(last)
 
     def finish_backward(self) -> None:
@@ -91,6 +108,9 @@ class FsdpEngine:
 
     def publish(self) -> None:
         """The masters are the parameters: the next forward pass gathers them."""
+
+    def settle(self) -> None:
+        """Whoever calls the model has its weights gathered."""
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -126,6 +146,22 @@ class FsdpEngine:
 def sharded_parameters(model: Decoder) -> dict[str, Any]:
     """Parameters by name: DTensors, though typed as the plain parameters they were made of."""
     return dict(model.named_parameters())
+
+
+def make_mesh(process: Process, ranks: int) -> DeviceMesh:
+    """Groups of `ranks` neighbours that share one copy of the weights; one group: a mesh of one dimension."""
+    if ranks == process.world_size:
+        return init_device_mesh(process.device.type, (ranks,))
+    return init_device_mesh(
+        process.device.type, (process.world_size // ranks, ranks), mesh_dim_names=("copies", "shards")
+    )
+
+
+def prefetch(blocks: list[Any], ahead: int) -> None:
+    """Gather the weights of the `ahead` blocks to come, in either pass, while one computes."""
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - ahead) : index][::-1])
 
 
 def weights_fit(parameters: int, dtype: torch.dtype, process: Process) -> bool:

@@ -144,6 +144,7 @@ def run_steps(training: Training, reporter: Reporter) -> None:
                 raise Stopped(done, folder)
         if over:
             break
+    training.engine.settle()
     if log.status == "failed":
         log.status, log.reason = "ok", None
     recorder.training_s = time.perf_counter() - t0

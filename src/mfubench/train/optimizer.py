@@ -96,5 +96,5 @@ class Optimizer:
         """2-norm of the accumulated gradient over all parameters, wherever their pieces are."""
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.engine.sharded:
-            norm = self.process.sum_(norm.square()).sqrt()
+            norm = (self.process.sum_(norm.square()) / self.engine.copies).sqrt()
         return norm

@@ -7,7 +7,8 @@
 A bucket is a contiguous range of the buffers whose gradients are reduced together. Parameters stand in the order in
 which the backward pass finishes them, those with weight decay first, so that buckets fill one after the other: on the
 last micro-step a full bucket is sent off (ddp: all-reduce, zero1: reduce-scatter) while backward computes the next.
-Each bucket is padded so that it divides evenly between the ranks; zero1 keeps 1/world_size of each.
+Each bucket is padded so that it divides evenly between the ranks; zero1 keeps 1/world_size of each, and gathers the
+updated weights while the next forward pass runs (see gathers.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mfubench.config import CommunicationConfig
+from mfubench.model import Decoder
 from mfubench.train.buckets import Bucket, Slot, plan_buckets
+from mfubench.train.gathers import WeightGathers
 from mfubench.train.process import Process
 
 
@@ -50,11 +54,13 @@ class Engine(Protocol):
     pieces: list[Piece]
     divisor: float  # the accumulated gradient is `divisor` times the mean over the global batch
     sharded: bool  # pieces of the ranks are parts of a whole (zero1, fsdp), not copies of it (none, ddp)
+    copies: int  # where they are parts: ranks that hold the same one (fsdp with shard_ranks)
 
     def begin_micro_step(self, first: bool, last: bool) -> None: ...
     def finish_backward(self) -> None: ...
     def gradients(self) -> list[Tensor]: ...
     def publish(self) -> None: ...
+    def settle(self) -> None: ...  # collective: after it the weights are whole on every rank
 
     # one tensor a piece (masters, or a moment of AdamW) as named tensors of a checkpoint, and back
     def fragments(self) -> Iterator[Fragment]: ...
@@ -74,12 +80,14 @@ class FlatEngine:
         process: Process,
         gradient_accumulation_steps: int,
         shard: bool,
+        communication: CommunicationConfig | None = None,
     ):
         """Move the module's parameters into flat buffers; `initial` yields name and float32 value of each."""
         self.process = process
-        self.sharded = shard
+        self.sharded, self.copies = shard, 1
         self.divisor = float(gradient_accumulation_steps * process.world_size)
-        self.buckets = plan_buckets(module, process.world_size)
+        self.communication = communication or CommunicationConfig()
+        self.buckets = plan_buckets(module, process.world_size, self.communication)
         self.slots = {slot.name: slot for bucket in self.buckets for slot in bucket.slots}
         total = self.buckets[-1].end
         dtype = next(module.parameters()).dtype
@@ -98,6 +106,12 @@ class FlatEngine:
         self.first = self.last = True
         self.sent = 0  # buckets whose reduction has begun
         self.works: list[Any] = []
+        self.gathers: WeightGathers | None = None  # zero1, where they overlap with the forward pass
+
+    def overlap_gathers(self, model: Decoder, whole: bool) -> None:
+        """zero1: from now on gather updated weights while the forward pass runs."""
+        self.gathers = WeightGathers(self.buckets, self.gather)
+        self.gathers.watch(model, whole)
 
     # --- layout -------------------------------------------------------------------------------------------------------
 
@@ -165,6 +179,8 @@ class FlatEngine:
 
     def begin_micro_step(self, first: bool, last: bool) -> None:
         self.first, self.last = first, last
+        if first and self.gathers is not None:
+            self.gathers.begin()
         if last:
             self.sent = 0
             self.works.clear()  # of a step that was broken off
@@ -182,16 +198,22 @@ class FlatEngine:
     def reduce(self, bucket: Bucket) -> Any:
         """Begin summing a bucket's gradients over the ranks; NCCL does it on a stream of its own."""
         whole = self.gradient[bucket.start : bucket.end]
-        if self.sharded and self.process.on_cuda:
-            start, end = self.owned_range(bucket)
-            return dist.reduce_scatter_tensor(self.gradient[start:end], whole, async_op=True)
-        return dist.all_reduce(whole, async_op=True)  # gloo knows no reduce-scatter in place
+        start, end = self.owned_range(bucket)
+        scatters = self.sharded and self.process.on_cuda  # gloo knows no reduce-scatter in place
+        own = self.gradient[start:end] if scatters else whole
+        if self.communication.reduce_dtype == "bfloat16":
+            sent = whole.to(torch.bfloat16)
+            received = sent[start - bucket.start : end - bucket.start] if scatters else sent
+            return Rounded(sum_over_ranks(received, sent), own, received)
+        return sum_over_ranks(own, whole)
 
     def finish_backward(self) -> None:
         """Wait (on CUDA: make the stream wait) for the reductions."""
         if self.sent != len(self.buckets):
             idle = [slot.name for bucket in self.buckets for slot in bucket.slots if bucket.missing][:5]
             raise RuntimeError(f"no gradient reached some parameter of these buckets: {', '.join(idle)}")
+        if self.gathers is not None:
+            self.gathers.check()
         for work in self.works:
             work.wait()
         self.works.clear()
@@ -203,19 +225,30 @@ class FlatEngine:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Masters -> compute weights; zero1 gathers what the other ranks have updated."""
+        """Masters -> compute weights; zero1 gathers what the other ranks have updated, now or in the next step."""
         if self.masters is not self.compute and not self.sharded:
             self.compute.copy_(self.masters)
             return
-        works = []
         for piece, bucket in zip(self.pieces, self.buckets, strict=True):
             start, end = self.owned_range(bucket)
             if self.masters is not self.compute:
                 self.compute[start:end].copy_(piece.master)
-            if self.sharded:
-                works.append(gather_bucket(self.compute[bucket.start : bucket.end], self.compute[start:end]))
-        for work in works:
-            work.wait()
+        if self.sharded and self.gathers is None:
+            self.settle()
+
+    def gather(self, bucket: Bucket) -> Any:
+        """Begin an all-gather of a bucket's updated weights."""
+        start, end = self.owned_range(bucket)
+        return gather_bucket(self.compute[bucket.start : bucket.end], self.compute[start:end])
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """zero1: gather all weights, and wait for them."""
+        if self.gathers is not None:
+            self.gathers.settle()
+        elif self.sharded:
+            for work in [self.gather(bucket) for bucket in self.buckets]:
+                work.wait()
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -250,6 +283,26 @@ class FlatEngine:
         for fragment in self.fragments():
             part = loaded[fragment.name].view(-1)[fragment.start : fragment.start + fragment.length]
             tensors[fragment.piece][fragment.piece_start : fragment.piece_start + fragment.length].copy_(part)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A reduction of rounded gradients under way: once it has come, the sum goes back among the float32 ones."""
+
+    work: Any
+    target: Tensor
+    received: Tensor  # bfloat16
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.target.copy_(self.received)
+
+
+def sum_over_ranks(own: Tensor, whole: Tensor) -> Any:
+    """Begin summing `whole` over the ranks; `own`, a part of it or all, is what this rank needs of the sum."""
+    if own.numel() == whole.numel():
+        return dist.all_reduce(whole, async_op=True)
+    return dist.reduce_scatter_tensor(own, whole, async_op=True)
 
 
 def gather_bucket(whole: Tensor, own: Tensor) -> Any:

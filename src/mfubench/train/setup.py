@@ -79,9 +79,14 @@ def build_engine(config: RunConfig, resolved: Resolved, process: Process) -> tup
     accumulation = config.gradient_accumulation_steps
     engine: Engine
     if sharded:
-        fsdp = FsdpEngine(model, dtype=resolved.dtype, process=process, gradient_accumulation_steps=accumulation)
-        kept = "kept within a step" if fsdp.keeps_weights else "resharded after each use, too large to be kept"
-        resolved.used["parallelism"].reason = f"gathered weights are {kept}"
+        fsdp = FsdpEngine(
+            model,
+            dtype=resolved.dtype,
+            process=process,
+            gradient_accumulation_steps=accumulation,
+            communication=config.communication,
+        )
+        resolved.used["parallelism"].reason = fsdp.description
         engine = fsdp
     else:
         engine = FlatEngine(
@@ -90,7 +95,13 @@ def build_engine(config: RunConfig, resolved: Resolved, process: Process) -> tup
             process=process,
             gradient_accumulation_steps=accumulation,
             shard=resolved.used["parallelism"].used == "zero1",
+            communication=config.communication,
         )
+        if engine.sharded and config.communication.overlap_gather:
+            whole = resolved.used["compile"].used == "model"
+            engine.overlap_gathers(model, whole)
+            when = "before the forward pass, which is compiled as a whole" if whole else "while the forward pass runs"
+            resolved.used["parallelism"].reason = f"updated weights are gathered {when}"
     compile_model(model, config, resolved)
     return model, engine
 

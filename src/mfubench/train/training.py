@@ -162,6 +162,7 @@ def evaluate_now(training: Training, done: int) -> None:
     assert training.val_tokens is not None  # open_data has seen to it
     training.watchdog.beat(START_FACTOR)
     with training.recorder.phase("evaluation", done):
+        training.engine.settle()
         training.log.evaluations.append(
             evaluate(training.model, training.val_tokens, training.config, training.process, done)
         )

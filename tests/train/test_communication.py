@@ -1,0 +1,135 @@
+"""How ranks exchange gradients and weights changes when it happens, not what comes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from train.train_runs import grad_norms, losses, run_here, run_many, tiny_config
+
+from mfubench.config import CommunicationConfig, ConfigError, RunConfig, parse
+from mfubench.model import build_model
+from mfubench.train.buckets import plan_buckets
+from mfubench.train.gathers import WeightGathers
+
+RELATIVE = 1e-5
+EVALUATION = {"interval": 4, "iters": 2, "at_end": True}
+
+
+@pytest.fixture(scope="module")
+def reference(data, tmp_path_factory):
+    config = tiny_config(parallelism="none", max_iters=8, evaluation=EVALUATION)
+    return run_here(config, data, tmp_path_factory.mktemp("reference"))
+
+
+def split(world_size: int, parallelism: str, communication: dict, **options) -> RunConfig:
+    """The reference's global batch of 8, accumulated."""
+    batch = {"micro_batch_size": 1, "gradient_accumulation_steps": 8 // world_size}
+    evaluation = EVALUATION | {"iters": 16 // world_size}  # of one sequence: the same 16 sequences
+    values = batch | {"max_iters": 8, "evaluation": evaluation} | options
+    return tiny_config(world_size=world_size, parallelism=parallelism, communication=communication, **values)
+
+
+def assert_same(log, reference):
+    assert log.status == "ok"
+    assert losses(log) == pytest.approx(losses(reference), rel=RELATIVE)
+    assert grad_norms(log) == pytest.approx(grad_norms(reference), rel=RELATIVE)
+    found = [evaluation.loss for evaluation in log.evaluations]
+    assert found == pytest.approx([evaluation.loss for evaluation in reference.evaluations], rel=RELATIVE)
+
+
+def test_two_processes(reference, data, tmp_path):
+    """Gathered early, late and before a whole graph; small buckets; resharded; evaluated between steps."""
+    configs = {
+        "zero1": split(2, "zero1", {}),
+        "zero1-late": split(2, "zero1", {"overlap_gather": False}),
+        "zero1-small": split(2, "zero1", {"bucket_mb": 0.008, "first_bucket_mb": 0.001}),
+        "zero1-whole": split(2, "zero1", {}, compile="model", compile_backend="aot_eager"),
+        "ddp-small": split(2, "ddp", {"bucket_mb": 0.008, "first_bucket_mb": 0.001}),
+        "fsdp-resharded": split(2, "fsdp", {"reshard_after_forward": "always", "prefetch_blocks": 2}),
+        "ddp-rounded": split(2, "ddp", {"reduce_dtype": "bfloat16"}),
+        "zero1-rounded": split(2, "zero1", {"reduce_dtype": "bfloat16"}),
+        "fsdp-rounded": split(2, "fsdp", {"reduce_dtype": "bfloat16"}),
+    }
+    logs = run_many(configs, data, tmp_path)
+    for key, log in logs.items():
+        if not key.endswith("rounded"):
+            assert_same(log, reference)
+        first, second = (torch.load(tmp_path / key / f"weights-{rank}.pt") for rank in range(2))
+        assert all(torch.equal(first[name], second[name]) for name in first), key
+    reasons = {key: log.used["parallelism"].reason for key, log in logs.items()}
+    assert reasons["zero1"] == "updated weights are gathered while the forward pass runs"
+    assert reasons["zero1-whole"].startswith("updated weights are gathered before the forward pass")
+    assert reasons["zero1-late"] is None
+    assert reasons["fsdp-resharded"] == "gathered weights are resharded after each use, sharded among 2 ranks"
+    for key in ("ddp-rounded", "zero1-rounded", "fsdp-rounded"):
+        assert_rounding_shows_and_is_small(logs[key], reference)
+
+
+def assert_rounding_shows_and_is_small(log, reference):
+    """A sum of bfloat16 gradients is off by 2^-8 of its elements at most; over all of them the errors average out."""
+    norm, expected = grad_norms(log)[0], grad_norms(reference)[0]
+    error = abs(norm / expected - 1)
+    assert 0 < error < 2**-10
+    assert losses(log) == pytest.approx(losses(reference), rel=2e-3)
+
+
+@pytest.mark.slow
+def test_four_processes_in_two_groups(reference, data, tmp_path):
+    hybrid = {"shard_ranks": 2}
+    configs = {
+        "kept": split(4, "fsdp", hybrid),
+        "resharded": split(4, "fsdp", hybrid | {"reshard_after_forward": "always"}),
+        "copies": split(4, "fsdp", {"shard_ranks": 1}),
+        "zero1": split(4, "zero1", {}),
+    }
+    for key, log in run_many(configs, data, tmp_path).items():
+        assert_same(log, reference)
+        if key != "zero1":
+            assert f"sharded among {configs[key].communication.shard_ranks} ranks" in log.used["parallelism"].reason
+
+
+def test_bucket_sizes():
+    model = build_model(tiny_config(model={"num_hidden_layers": 8}), device="meta")
+
+    def sizes(**keys) -> list[int]:
+        buckets = plan_buckets(model, 2, CommunicationConfig(**keys))
+        return [bucket.end - bucket.start for bucket in buckets]
+
+    assert len(sizes(bucket_mb=0.001)) > len(sizes())
+    assert sizes(first_bucket_mb=0.001)[0] < sizes()[0]
+    matrices = [bucket for bucket in plan_buckets(model, 2) if bucket.decay]
+    assert [slot.name for slot in matrices[-1].slots] == ["token_embedding.weight"]
+
+
+def test_weights_used_before_they_are_gathered_are_an_error():
+    config = tiny_config()
+    model = build_model(config, device="cpu")
+    waited = []
+
+    class Work:
+        def __init__(self, bucket):
+            self.bucket = bucket
+
+        def wait(self):
+            waited.append(self.bucket.slots[0].name)
+
+    gathers = WeightGathers(plan_buckets(model, 2), Work)
+    gathers.watch(model, whole=False)
+    tokens = torch.zeros(1, config.seq_len, dtype=torch.int64)
+    gathers.begin()
+    model(tokens, tokens)
+    gathers.check()
+    assert waited[0] == "token_embedding.weight"
+    assert waited.index("lm_head.weight") > waited.index("blocks.1.mlp.down.weight")
+    assert len(waited) == len(gathers.buckets)
+
+    gathers.begin()
+    model.token_embedding(tokens)
+    with pytest.raises(RuntimeError, match="used before they were gathered"):
+        gathers.check()
+
+
+def test_groups_must_divide_the_ranks():
+    values = tiny_config(world_size=4).model_dump(mode="json") | {"communication": {"shard_ranks": 3}}
+    with pytest.raises(ConfigError, match=r"not a multiple of communication\.shard_ranks 3"):
+        parse(RunConfig, values, "run")
