@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import platform
 import statistics
 import sys
 import tempfile
@@ -21,28 +19,22 @@ from pathlib import Path
 from benchmarks import figure, rows
 from benchmarks.cases import CHECKOUTS, Cases, Plan, make_job, read_cases
 from benchmarks.peers.job import Job, Record, read_record
-from benchmarks.processes import finish, start
+from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine
+from benchmarks.tiny_data import write_tiny_dataset
 from mfubench.config import ConfigError
 from mfubench.experiments import parse_overrides
-from mfubench.machine import describe_cards
-from mfubench.run_log import write_json, write_text_atomically
+from mfubench.run_log import write_text_atomically
 
 HERE = Path(__file__).parent
-FIRST_RUN_S = 170.0  # a run of which nothing is known yet: start, compilation, trial
-LONGEST_RUN_S = 570.0
 RERUN_MARGIN = 1.25  # a repeat takes about as long as the one before it
-
-
-class OutOfTime(Exception):
-    """--minutes are over; all that was finished is kept."""
 
 
 class Bench:
     """One case: its systems, their jobs, and the files of those that are done."""
 
-    def __init__(self, name: str, systems: Sequence[str], cases: Cases, plan: Plan, repeats: int, deadline: float):
-        self.name, self.systems, self.cases, self.plan = name, systems, cases, plan
-        self.repeats, self.deadline = repeats, deadline
+    def __init__(self, name: str, systems: Sequence[str], runner: Runner, repeats: int):
+        self.name, self.systems, self.runner, self.repeats = name, systems, runner, repeats
+        self.cases, self.plan = runner.cases, runner.plan
         self.tried: dict[str, dict[int, Record]] = {system: {} for system in systems}
 
     # --- runs ---------------------------------------------------------------------------------------------------------
@@ -59,28 +51,7 @@ class Bench:
         return read_record(Path(job.output), job)
 
     def run(self, job: Job, expected_s: float) -> Record:
-        """The job's record, from its file or by running it. Raises OutOfTime."""
-        if (done := self.record_of(job)) is not None:
-            return done
-        left = self.deadline - time.monotonic()
-        if expected_s > left:
-            raise OutOfTime
-        system = self.cases.systems[job.system]
-        cards = None if self.plan.device == "cpu" else [0]
-        print(f"{self.name}: {job.system}, {job.folder.name} …", end=" ", flush=True)
-        cache = self.plan.work / "cache" / job.system / self.name
-        started = start(job, cache, system.environment, cards)
-        record = finish([started], min(LONGEST_RUN_S, left))[0]
-        if record is None:
-            print("the time is up", flush=True)
-            if left >= LONGEST_RUN_S:
-                record = Record("failed", reason=f"did not end within {LONGEST_RUN_S:.0f} s", job=job.identity)
-                record.write(job.output)
-            else:
-                raise OutOfTime
-        rate = f"{record.rate:,.0f} tokens/s/GPU" if record.rate else f"{record.status}: {record.reason}"
-        print(f"{rate} ({record.wall_s:.0f} s)", flush=True)
-        return record
+        return self.runner.run([job], f"{self.name}: {job.system}, {job.folder.name}", expected_s, [[0]])[0]
 
     def try_sizes(self, system: str) -> None:
         """Run each candidate micro-batch shortly; after an out-of-memory none that is larger."""
@@ -160,23 +131,6 @@ class Bench:
         return table
 
 
-def check_machine(work: Path) -> None:
-    """Raises ConfigError where WORK holds runs of other cards: they cannot be compared with what would be run here."""
-    names, _ = describe_cards()
-    here = {"cards": names, "node": platform.node() if not names else None}
-    file = work / "machine.json"
-    if file.exists() and (there := json.loads(file.read_text(encoding="utf-8"))) != here:
-        raise ConfigError(f"{work} holds runs of another machine ({there}; here: {here}): use another --work")
-    write_json(file, here)
-
-
-def make_tiny_data(folder: Path) -> Path:
-    """Tokens of arithmetic progressions, for --tiny."""
-    from benchmarks.tiny_data import write_tiny_dataset
-
-    return write_tiny_dataset(folder)
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare mfubench with other systems on one GPU.")
     parser.add_argument("--case", nargs="+", default=["llama2-1.36b"], help="cases of benchmarks/cases.yaml, or all")
@@ -197,6 +151,16 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def own_settings(cases: Cases, pairs: list[str]) -> Cases:
+    """The cases with KEY=VALUE settings for all systems that are mfubench's engine."""
+    own = {
+        name: system.model_copy(update={"settings": system.settings | parse_overrides(pairs)})
+        for name, system in cases.systems.items()
+        if system.driver == "mfubench_engine"
+    }
+    return cases.model_copy(update={"systems": cases.systems | own})
+
+
 def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[str]]:
     """Cases, plan and the names of the cases to run. Raises ConfigError."""
     cases = read_cases()
@@ -208,26 +172,20 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[str]]:
     plan = dataclasses.replace(plan, preheat_s=arguments.preheat, measure_s=arguments.measure)
     names = arguments.case
     if arguments.tiny:
-        data = arguments.data or make_tiny_data(Path(tempfile.mkdtemp()) / "data")
+        data = arguments.data or write_tiny_dataset(Path(tempfile.mkdtemp()) / "data")
         plan = dataclasses.replace(
             plan, data=data, device="cpu", preheat_s=0.2, measure_s=0.5, trial_s=0.2, min_steps=3
         )
-        names = ["tiny"]
+        names = ["tiny", "tiny-gpt2"]
     elif arguments.data is None:
         raise ConfigError("--data: missing; the folder of a prepared dataset (resources/datasets/NAME) is needed")
     if names == ["all"]:
-        names = [name for name in cases.cases if name != "tiny"]
+        names = [name for name in cases.cases if not name.startswith("tiny")]
     if unknown := [name for name in names if name not in cases.cases]:
         raise ConfigError(f"--case: no case {unknown[0]!r} in benchmarks/cases.yaml: {', '.join(cases.cases)}")
     if unknown := [name for name in arguments.systems or () if name not in cases.systems]:
         raise ConfigError(f"--systems: no system {unknown[0]!r} in benchmarks/cases.yaml: {', '.join(cases.systems)}")
-    if arguments.set:
-        own = {
-            name: system.model_copy(update={"settings": system.settings | parse_overrides(arguments.set)})
-            for name, system in cases.systems.items()
-            if system.driver == "mfubench_engine"
-        }
-        cases = cases.model_copy(update={"systems": cases.systems | own})
+    cases = own_settings(cases, arguments.set)
     return cases, plan, names
 
 
@@ -238,7 +196,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline = began + arguments.minutes * 60 if arguments.minutes else float("inf")
     try:
         cases, plan, names = prepare(arguments)
-        plan.work.mkdir(parents=True, exist_ok=True)
         check_machine(plan.work)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -246,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code = 0
     for name in names:
         systems = list(arguments.systems or cases.cases[name].systems)
-        bench = Bench(name, systems, cases, plan, arguments.repeats, deadline)
+        bench = Bench(name, systems, Runner(plan, cases, deadline), arguments.repeats)
         try:
             bench.everything()
         except OutOfTime:

@@ -27,6 +27,8 @@ def build(job: Job, device: torch.device) -> nn.Module:
 
     values = config_json(job.run.model, end_of_text=None)
     if job.settings.get("liger"):
+        if device.type != "cuda":
+            raise MissingPeer("liger-kernel computes on GPUs only")
         apply_liger(values["model_type"])
     config = AutoConfig.for_model(**values)
     config.use_cache = False

@@ -69,6 +69,8 @@ def data_module(job: Job) -> Any:
 
 
 def train(job: Job, device: torch.device) -> None:
+    if not job.settings.get("compile", True):
+        torch._dynamo.config.disable = True  # it compiles in any case
     from litgpt.args import EvalArgs, TrainArgs
     from litgpt.pretrain import setup
 

@@ -136,6 +136,12 @@ def job_config(job: Job) -> Any:
 
 
 def train(job: Job, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise MissingPeer("torchtitan trains on GPUs only")
+    run_trainer(job)
+
+
+def run_trainer(job: Job) -> None:
     set_rank_variables()
     from torchtitan.protocols.train_spec import register_train_spec
     from torchtitan.tools.logging import init_logger

@@ -1,0 +1,78 @@
+"""Run jobs within the time that is left, and take what was run before from its files. No torch."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.cases import Cases, Plan
+from benchmarks.peers.job import Job, Record, read_record
+from benchmarks.processes import finish, start
+from mfubench.config import ConfigError
+from mfubench.machine import describe_cards
+from mfubench.run_log import write_json
+
+FIRST_RUN_S = 170.0  # a run of which nothing is known yet: start, compilation, a few steps
+LONGEST_RUN_S = 570.0
+
+
+class OutOfTime(Exception):
+    """--minutes are over; all that was finished is kept."""
+
+
+@dataclass
+class Runner:
+    plan: Plan
+    cases: Cases
+    deadline: float  # of time.monotonic()
+
+    def done(self, jobs: Sequence[Job]) -> list[Record] | None:
+        """The records of jobs that ran together; None where one of them is missing."""
+        records = [read_record(Path(job.output), job) for job in jobs]
+        found = [record for record in records if record is not None]
+        return found if len(found) == len(jobs) else None
+
+    def run(self, jobs: Sequence[Job], label: str, expected_s: float, cards: Sequence[Sequence[int]]) -> list[Record]:
+        """Records of jobs that run at the same time, each on its own cards. Raises OutOfTime."""
+        if (known := self.done(jobs)) is not None:
+            return known
+        left = self.deadline - time.monotonic()
+        if expected_s > left:
+            raise OutOfTime
+        print(f"{label} …", end=" ", flush=True)
+        system = self.cases.systems[jobs[0].system]
+        cache = self.plan.work / "cache" / jobs[0].system / jobs[0].run.model.name
+        on_cpu = self.plan.device == "cpu"
+        started = [
+            start(job, cache, system.environment, None if on_cpu else own) for job, own in zip(jobs, cards, strict=True)
+        ]
+        records = finish(started, min(LONGEST_RUN_S, left))
+        if None in records and left < LONGEST_RUN_S:
+            print("the time is up", flush=True)
+            for job in jobs:
+                Path(job.output).unlink(missing_ok=True)
+            raise OutOfTime
+        results = []
+        for job, record in zip(jobs, records, strict=True):
+            if record is None:
+                record = Record("failed", reason=f"did not end within {LONGEST_RUN_S:.0f} s", job=job.identity)
+                record.write(job.output)
+            results.append(record)
+        rates = [f"{r.rate:,.0f}" if r.rate else f"{r.status}: {r.reason}" for r in results]
+        print(f"{' and '.join(rates)} tokens/s/GPU ({results[0].wall_s:.0f} s)", flush=True)
+        return results
+
+
+def check_machine(work: Path) -> None:
+    """Raises ConfigError where WORK holds runs of other cards: they cannot be compared with what would be run here."""
+    work.mkdir(parents=True, exist_ok=True)
+    names, _ = describe_cards()
+    here = {"cards": names, "node": platform.node() if not names else None}
+    file = work / "machine.json"
+    if file.exists() and (there := json.loads(file.read_text(encoding="utf-8"))) != here:
+        raise ConfigError(f"{work} holds runs of another machine ({there}; here: {here}): use another --work")
+    write_json(file, here)

@@ -1,0 +1,297 @@
+"""What several GPUs lose: `python -m benchmarks.scaling`, a job over N cards against the same cards by themselves.
+
+By themselves means N one-GPU jobs at the same time, one a card: they share power, air and host as the joint job's ranks
+do, and slow cards are slow in both. The two take turns, with equal micro-batch and accumulation; an efficiency is the
+joint job's rate per GPU over the mean of the single ones', repeat by repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import rows
+from benchmarks.cases import CHECKOUTS, Cases, Plan, make_run, read_cases
+from benchmarks.compare import own_settings
+from benchmarks.peers.job import Job, Record
+from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine
+from benchmarks.tiny_data import write_tiny_dataset
+from mfubench.analysis.statistics import student_t
+from mfubench.config import ConfigError
+from mfubench.machine import describe_cards
+from mfubench.run_log import write_text_atomically
+
+HERE = Path(__file__).parent
+DEFAULT_ARMS = ("mfubench:ddp", "mfubench:zero1", "mfubench:fsdp", "torchtitan:fsdp", "nanogpt:ddp")
+ALONE = "none"  # parallelism of the one-GPU jobs
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One comparison's work: model, batch and number of cards."""
+
+    model: str
+    seq_len: int
+    accumulation: int
+    cards: int
+    micro_batch_size: int | None  # null: the first candidate of the model's case
+
+    @property
+    def label(self) -> str:
+        return f"{self.model}-accumulation{self.accumulation}"
+
+
+class Scaling:
+    """The arms (system and parallelism) of one setting."""
+
+    def __init__(self, setting: Setting, arms: Sequence[str], runner: Runner, repeats: int):
+        self.setting, self.arms, self.runner, self.repeats = setting, arms, runner, repeats
+        self.systems = list(dict.fromkeys(arm.partition(":")[0] for arm in arms))
+        self.lost: dict[str, Record] = {}  # system or arm -> why it cannot be had
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    def job(self, system: str, parallelism: str, world_size: int, name: str, step_time_s: float | None) -> Job:
+        setting, plan = self.setting, self.runner.plan
+        declared = self.runner.cases.systems[system]
+        case = self.runner.cases.cases.get(setting.model)
+        size = setting.micro_batch_size or (case.candidates(system)[0] if case else 8)
+        folder = plan.work / "scaling" / setting.label / f"{setting.cards}-cards" / f"{system}-{parallelism}" / name
+        settings = dict(declared.settings)
+        if plan.device == "cpu":
+            settings["compile"] = "none" if declared.driver == "mfubench_engine" else False
+        checkout = (plan.checkouts or {}).get(system)
+        more = {"world_size": world_size, "parallelism": parallelism}
+        return Job(
+            system=system,
+            driver=declared.driver,
+            run=make_run(setting.model, setting.seq_len, size, setting.accumulation, plan.device, **more),
+            data=str(plan.data.resolve()),
+            work=str(folder.resolve()),
+            output=str((folder / "record.json").resolve()),
+            settings=settings,
+            checkout=str(checkout.resolve()) if checkout else None,
+            preheat_s=plan.preheat_s,
+            measure_s=plan.measure_s,
+            min_steps=plan.min_steps,
+            step_time_s=step_time_s,
+        )
+
+    def trial(self, system: str) -> Record:
+        """A short run on one card: whether the system is to be had, how long its step takes, and its compile cache."""
+        expected = 5.0 if self.runner.plan.device == "cpu" else FIRST_RUN_S
+        return self.runner.run([self.trial_job(system)], f"{self.setting.label}: {system}, trial", expected, [[0]])[0]
+
+    def alone(self, system: str, trial: Record, number: int) -> list[Job]:
+        step = statistics.median(trial.step_times_s)
+        return [self.job(system, ALONE, 1, f"repeat-{number}-card-{i}", step) for i in range(self.setting.cards)]
+
+    def joint(self, arm: str, trial: Record, number: int) -> Job:
+        system, _, parallelism = arm.partition(":")
+        step = statistics.median(trial.step_times_s)
+        return self.job(system, parallelism, self.setting.cards, f"repeat-{number}", step)
+
+    def everything(self) -> None:
+        """All repeats in turn: the cards alone, then each parallelism of the system; raises OutOfTime."""
+        trials = {system: self.trial(system) for system in self.systems}
+        self.lost = {system: record for system, record in trials.items() if record.status != "ok"}
+        cards = range(self.setting.cards)
+        for number in range(self.repeats):
+            for system in self.systems:
+                if system in self.lost:
+                    continue
+                trial, plan = trials[system], self.runner.plan
+                expected = 1.25 * (trial.wall_s + plan.preheat_s + plan.measure_s)
+                label = f"{self.setting.label}, {self.setting.cards} cards, repeat {number}: {system}"
+                self.runner.run(
+                    self.alone(system, trial, number), f"{label} alone", expected, [[card] for card in cards]
+                )
+                for arm in self.arms:
+                    if arm.partition(":")[0] == system and arm not in self.lost:
+                        found = self.runner.run([self.joint(arm, trial, number)], f"{label} {arm}", expected, [cards])
+                        if found[0].status != "ok":
+                            self.lost[arm] = found[0]
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row an arm, from what is finished."""
+        found = []
+        for arm in self.arms:
+            system = arm.partition(":")[0]
+            if (lost := self.lost.get(system)) is not None:
+                found.append(
+                    rows.row_of(self.job(system, arm.partition(":")[2], self.setting.cards, "-", None), [lost])
+                )
+                continue
+            trial = self.runner.done([self.trial_job(system)])
+            if trial is None:
+                continue
+            pairs = [
+                (alone, joint[0])
+                for number in range(self.repeats)
+                if (alone := self.runner.done(self.alone(system, trial[0], number)))
+                and (joint := self.runner.done([self.joint(arm, trial[0], number)]))
+            ]
+            if pairs:
+                found.append(self.row(arm, self.joint(arm, trial[0], 0), pairs))
+        return found
+
+    def trial_job(self, system: str) -> Job:
+        job = self.job(system, ALONE, 1, "trial", None)
+        return dataclasses.replace(job, preheat_s=0.0, measure_s=self.runner.plan.trial_s, min_steps=3)
+
+    def row(self, arm: str, job: Job, pairs: Sequence[tuple[list[Record], Record]]) -> dict[str, Any]:
+        row = rows.row_of(job, [joint for _, joint in pairs])
+        good = [
+            (statistics.mean(single.rate or 0.0 for single in alone), joint.rate, alone)
+            for alone, joint in pairs
+            if joint.rate and all(single.rate for single in alone)
+        ]
+        row["arm"] = arm
+        if not good:
+            return row
+        ratios = [joint / alone for alone, joint, _ in good]
+        q1, median, q3 = rows.quartiles([alone for alone, _, _ in good])
+        row["alone_tokens_per_s_per_gpu"] = {"median": median, "q1": q1, "q3": q3, "repeats": len(good)}
+        row["alone_by_card"] = [[single.rate for single in singles] for _, _, singles in good]
+        row["alone_overlap"] = [overlap(singles) for _, _, singles in good]
+        row["efficiency"] = interval(ratios)
+        return row
+
+
+def interval(ratios: Sequence[float]) -> dict[str, Any]:
+    """Median, and mean with its 95 % interval by Student's t; no interval of a single repeat."""
+    found: dict[str, Any] = {"median": statistics.median(ratios), "repeats": len(ratios), "by_repeat": list(ratios)}
+    found["mean"] = statistics.mean(ratios)
+    if len(ratios) > 1:
+        half = student_t(len(ratios) - 1) * statistics.stdev(ratios) / math.sqrt(len(ratios))
+        found["low"], found["high"] = found["mean"] - half, found["mean"] + half
+    return found
+
+
+def overlap(records: Sequence[Record]) -> float | None:
+    """Share of the longest measured window in which all of the single jobs were measuring."""
+    windows = [(r.started_at, r.started_at + r.seconds) for r in records if r.started_at and r.seconds]
+    if len(windows) < len(records):
+        return None
+    together = min(end for _, end in windows) - max(begin for begin, _ in windows)
+    return max(0.0, together / max(end - begin for begin, end in windows))
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for row in found:
+        name = row.get("arm") or f"{row['system']}:{row['parallelism']}"
+        batch = f"{row['micro_batch_size']} × {row['gradient_accumulation_steps']}"
+        rate, efficiency = row["tokens_per_s_per_gpu"], row.get("efficiency")
+        if rate is None or efficiency is None:
+            reason = f"{row['status']}: {row['reason']}"
+            lines.append([name, f"{row['world_size']}", batch, "", reason, "", ""])
+            continue
+        alone = row["alone_tokens_per_s_per_gpu"]
+        bounds = f"{efficiency['low']:.1%} to {efficiency['high']:.1%}" if "low" in efficiency else ""
+        shares = [share for share in row["alone_overlap"] if share is not None]
+        lines.append(
+            [
+                name,
+                f"{row['world_size']}",
+                batch,
+                f"{alone['median']:,.0f}",
+                f"{rate['median']:,.0f}",
+                f"{efficiency['median']:.1%} ({bounds})" if bounds else f"{efficiency['median']:.1%}",
+                f"{min(shares):.0%}" if shares else "",
+            ]
+        )
+    header = ["arm", "GPUs", "batch", "alone, tokens/s/GPU", "together", "efficiency (95 %)", "alone at once"]
+    return rows.markdown_table(header, lines)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Scaling of mfubench and its peers over this machine's GPUs.")
+    parser.add_argument("--model", nargs="+", default=["llama2-1.36b"])
+    parser.add_argument("--arms", nargs="+", default=list(DEFAULT_ARMS), metavar="SYSTEM:PARALLELISM")
+    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of cards; left out: 2, 4, … all")
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[4, 1])
+    parser.add_argument("--micro-batch-size", type=int, help="left out: the first of the model's case in cases.yaml")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--work", type=Path, default=HERE.parent / "build" / "benchmarks")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--preheat", type=float, default=10.0)
+    parser.add_argument("--measure", type=float, default=15.0)
+    parser.add_argument("--minutes", type=float, help="stop in time; the same command goes on where it ended")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="mfubench's, over cases.yaml")
+    parser.add_argument("--tiny", action="store_true", help="two processes on a CPU")
+    for name in CHECKOUTS.values():
+        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help="its source tree")
+    return parser
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[Setting], list[str]]:
+    """Raises ConfigError."""
+    cases = own_settings(read_cases(), arguments.set)
+    checkouts = {system: path for system, name in CHECKOUTS.items() if (path := getattr(arguments, name))}
+    if arguments.tiny:
+        data = arguments.data or write_tiny_dataset(Path(tempfile.mkdtemp()) / "data")
+        plan = Plan(data, arguments.work, "cpu", 0.2, 0.5, 0.2, min_steps=3, checkouts=checkouts)
+        settings = [Setting("llama2-tiny", 64, accumulation, 2, 2) for accumulation in arguments.accumulation]
+        return cases, plan, settings, arguments.arms
+    if arguments.data is None:
+        raise ConfigError("--data: missing; the folder of a prepared dataset (resources/datasets/NAME) is needed")
+    plan = Plan(arguments.data, arguments.work, "cuda", arguments.preheat, arguments.measure, checkouts=checkouts)
+    here = len(describe_cards()[0])
+    counts = arguments.gpus or [2**power for power in range(1, here.bit_length()) if 2**power <= here]
+    if here < 2 or max(counts) > here:
+        raise ConfigError(f"--gpus: this machine has {here} cards, and {max(counts, default=2)} are needed")
+    settings = [
+        Setting(model, 2048, accumulation, count, arguments.micro_batch_size)
+        for model in arguments.model
+        for accumulation in arguments.accumulation
+        for count in counts
+    ]
+    return cases, plan, settings, arguments.arms
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input."""
+    arguments = make_parser().parse_args(argv)
+    deadline = time.monotonic() + arguments.minutes * 60 if arguments.minutes else float("inf")
+    try:
+        cases, plan, settings, arms = prepare(arguments)
+        if unknown := [arm for arm in arms if arm.partition(":")[0] not in cases.systems]:
+            raise ConfigError(f"--arms: {unknown[0]}: no such system in benchmarks/cases.yaml")
+        check_machine(plan.work)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    runner, code = Runner(plan, cases, deadline), 0
+    found: dict[str, list[dict[str, Any]]] = {}
+    for setting in settings:
+        scaling = Scaling(setting, arms, runner, arguments.repeats)
+        try:
+            scaling.everything()
+        except OutOfTime:
+            code = 75
+        found.setdefault(setting.label, []).extend(scaling.rows())
+        arguments.results.mkdir(parents=True, exist_ok=True)
+        of_setting = found[setting.label]
+        rows.write_rows(arguments.results / f"scaling-{setting.label}.json", of_setting)
+        write_text_atomically(arguments.results / f"scaling-{setting.label}.md", table(of_setting))
+        print(f"\n{setting.label}\n{table(of_setting)}", flush=True)
+    if code:
+        print("the time was up before all was run; the same command goes on where it ended", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
