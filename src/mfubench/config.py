@@ -24,7 +24,22 @@ PROFILED_MICRO_STEPS = 64  # longest step that is profiled: some 1,500 kernels e
 
 # Settings that may fall back to something else on the machine at hand. A run may `require` some of them: it is then
 # skipped, with the reason, rather than measured as something other than what its name says.
-Fallible = Literal["attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8"]
+Fallible = Literal[
+    "attention",
+    "compile",
+    "cuda_graphs",
+    "loader",
+    "loss",
+    "parallelism",
+    "dtype",
+    "tf32",
+    "fp8",
+    "norm",
+    "rope",
+    "swiglu",
+    "weight_gradient",
+    "adamw",
+]
 
 
 class ConfigError(ValueError):
@@ -185,6 +200,21 @@ class MeasurementConfig(Strict):
         return values
 
 
+class KernelsConfig(Strict):
+    """Own kernels in place of torch's operators, each for itself; auto: where machine and model allow it.
+
+    fused: Triton, one pass over memory. norm: RMSNorm with the residual addition before it; rope: q/k-norm, RoPE and
+    the split into q, k and v; swiglu: silu(gate) * up; adamw: the update, with the weights rounded for the next step.
+    weight_gradient accumulate: matmuls add to the float32 gradient of all micro-steps themselves.
+    """
+
+    norm: Literal["auto", "plain", "fused"] = "plain"
+    rope: Literal["auto", "plain", "fused"] = "plain"
+    swiglu: Literal["auto", "plain", "fused"] = "plain"
+    weight_gradient: Literal["auto", "plain", "accumulate"] = "plain"
+    adamw: Literal["auto", "plain", "fused"] = "plain"
+
+
 class RunConfig(Strict):
     """One training run, complete: nothing that changes its numbers stands anywhere else.
 
@@ -223,6 +253,7 @@ class RunConfig(Strict):
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     cuda_graphs: bool = Field(False, description="capture the whole step: forward, backward, clip, optimizer")
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    kernels: KernelsConfig = KernelsConfig()
     communication: CommunicationConfig = CommunicationConfig()
     loader: LoaderConfig = LoaderConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

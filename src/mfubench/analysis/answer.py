@@ -21,7 +21,7 @@ NEAR_FASTEST = 0.10  # only settings this close to the fastest are called stable
 COMMAND_KEYS = (
     *("seq_len", "micro_batch_size", "gradient_accumulation_steps", "world_size", "nnodes", "parallelism"),
     *("dtype", "tf32", "fp8", "attention", "loss", "compile", "compile_mode", "compile_backend", "cuda_graphs"),
-    *("activation_checkpointing", "loader"),
+    *("activation_checkpointing", "kernels", "loader"),
 )
 
 

@@ -6,11 +6,14 @@ compiler can fuse it: no casts of parameters, no copies of activations, statisti
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mfubench.config import ModelConfig
+from mfubench.model.weight_gradient import Linear
 
 ACTIVATIONS = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),  # GPT-2's form ("gelu_new")
@@ -46,13 +49,47 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def split_heads(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+    query_heads: int,
+    key_heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query [B, T, Q, D], key and value [B, T, K, D] of qkv [B, T, (Q + 2K) D]: normalised (Qwen3) and rotated.
+
+    Weights [D] of the norms of query and key, and cos, sin [T, D/2] in float32, or None where the model has none.
+    """
+    B, T, width = qkv.shape
+    heads = qkv.view(B, T, query_heads + 2 * key_heads, width // (query_heads + 2 * key_heads))
+    # queries and keys are normalised and rotated together, as one kernel; splitting copies nothing
+    query_key, value = heads.split((query_heads + key_heads, key_heads), dim=2)  # [B, T, H, D]
+    head_dim = heads.shape[-1]
+    if query_weight is not None and key_weight is not None:
+        weight = torch.cat((query_weight.expand(query_heads, head_dim), key_weight.expand(key_heads, head_dim)))
+        query_key = F.rms_norm(query_key, (head_dim,), eps=eps) * weight  # weight [H, D]
+    if cos is not None and sin is not None:
+        query_key = apply_rope(query_key, cos, sin)
+    query, key = query_key.split((query_heads, key_heads), dim=2)
+    return query, key, value
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, [..., I], of gate_up [..., 2I]; gate first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class Mlp(nn.Module):
     """up -> activation -> down (GPT-2)."""
 
     def __init__(self, model: ModelConfig):
         super().__init__()
-        self.up = nn.Linear(model.hidden_size, model.intermediate_size, bias=model.mlp_bias)
-        self.down = nn.Linear(model.intermediate_size, model.hidden_size, bias=model.mlp_bias)
+        self.up = Linear(model.hidden_size, model.intermediate_size, bias=model.mlp_bias)
+        self.down = Linear(model.intermediate_size, model.hidden_size, bias=model.mlp_bias)
         self.activation = ACTIVATIONS[model.mlp]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -62,16 +99,16 @@ class Mlp(nn.Module):
 class SwiGlu(nn.Module):
     """silu(gate) * up -> down (arXiv 2002.05202); gate and up are one matmul, gate first."""
 
-    def __init__(self, model: ModelConfig):
+    def __init__(self, model: ModelConfig, activation: Callable[[Tensor], Tensor] = swiglu):
         super().__init__()
-        self.gate_up = nn.Linear(model.hidden_size, 2 * model.intermediate_size, bias=model.mlp_bias)
-        self.down = nn.Linear(model.intermediate_size, model.hidden_size, bias=model.mlp_bias)
+        self.activation = activation
+        self.gate_up = Linear(model.hidden_size, 2 * model.intermediate_size, bias=model.mlp_bias)
+        self.down = Linear(model.intermediate_size, model.hidden_size, bias=model.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.activation(self.gate_up(hidden)))
 
 
-def make_mlp(model: ModelConfig) -> nn.Module:
-    """The model's feed-forward layer, [B, T, hidden] -> [B, T, hidden]."""
-    return SwiGlu(model) if model.mlp == "swiglu" else Mlp(model)
+def make_mlp(model: ModelConfig, activation: Callable[[Tensor], Tensor] = swiglu) -> nn.Module:
+    """The model's feed-forward layer, [B, T, hidden] -> [B, T, hidden]; `activation` is SwiGLU's form."""
+    return SwiGlu(model, activation) if model.mlp == "swiglu" else Mlp(model)

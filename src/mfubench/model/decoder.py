@@ -10,14 +10,15 @@ import hashlib
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.model.attention import resolve_attention
 from mfubench.model.attention_kernels import AttentionFunction, eager
-from mfubench.model.components import apply_rope, make_mlp, make_norm, rope_tables
+from mfubench.model.components import make_mlp, make_norm, rope_tables
 from mfubench.model.loss import LossFunction, full_loss, resolve_loss
+from mfubench.model.operations import PLAIN, Operations
+from mfubench.model.weight_gradient import Linear
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class Attention(nn.Module):
     """Causal self-attention: MHA or GQA, with Qwen3's q/k-norm and RoPE where the model has them."""
 
-    def __init__(self, model: ModelConfig, attention: AttentionFunction):
+    def __init__(self, model: ModelConfig, attention: AttentionFunction, operations: Operations):
         super().__init__()
         self.query_heads, self.key_heads, self.head_dim = (
             model.num_attention_heads,
@@ -33,51 +34,60 @@ class Attention(nn.Module):
             model.head_dim,
         )
         q_width, kv_width = self.query_heads * self.head_dim, self.key_heads * self.head_dim
-        self.qkv = nn.Linear(model.hidden_size, q_width + 2 * kv_width, bias=model.attention_bias)
-        self.output = nn.Linear(q_width, model.hidden_size, bias=model.attention_bias)
+        self.qkv = Linear(model.hidden_size, q_width + 2 * kv_width, bias=model.attention_bias)
+        self.output = Linear(q_width, model.hidden_size, bias=model.attention_bias)
         self.norm_eps = model.rms_norm_eps
         self.q_norm = nn.RMSNorm(self.head_dim, eps=self.norm_eps) if model.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, eps=self.norm_eps) if model.qk_norm else None
+        self.split_heads = operations.split_heads
         self.attention = attention
 
     def forward(self, hidden: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         B, T, _ = hidden.shape
-        heads = self.qkv(hidden).view(B, T, self.query_heads + 2 * self.key_heads, self.head_dim)
-        # queries and keys are normalised and rotated together, as one kernel; splitting and transposing copy nothing
-        query_key, value = heads.split((self.query_heads + self.key_heads, self.key_heads), dim=2)  # [B, T, H, D]
-        if self.q_norm is not None and self.k_norm is not None:
-            weight = torch.cat(  # [query_heads + key_heads, D]
-                (
-                    self.q_norm.weight.expand(self.query_heads, self.head_dim),
-                    self.k_norm.weight.expand(self.key_heads, self.head_dim),
-                )
-            )
-            query_key = F.rms_norm(query_key, (self.head_dim,), eps=self.norm_eps) * weight
-        if cos is not None and sin is not None:
-            query_key = apply_rope(query_key, cos, sin)
-        query, key = query_key.split((self.query_heads, self.key_heads), dim=2)
+        query, key, value = self.split_heads(
+            self.qkv(hidden),
+            cos,
+            sin,
+            self.q_norm.weight if self.q_norm is not None else None,
+            self.k_norm.weight if self.k_norm is not None else None,
+            self.norm_eps,
+            self.query_heads,
+            self.key_heads,
+        )
         attended = self.attention(query, key, value)  # [B, T, query_heads, D]
         return self.output(attended.reshape(B, T, self.query_heads * self.head_dim))
 
 
 class Block(nn.Module):
-    """One layer. pre: x + f(norm(x)), as GPT-2 and Llama; post: norm(x + f(x)), as the original transformer."""
+    """One layer. pre: x + f(norm(x)), as GPT-2 and Llama; post: norm(x + f(x)), as the original transformer.
 
-    def __init__(self, model: ModelConfig, attention: AttentionFunction):
+    A fused norm adds to the residual stream what came before it. A block with one leaves its last addition to the next
+    norm: that of the next block, or the final one.
+    """
+
+    def __init__(self, model: ModelConfig, attention: AttentionFunction, operations: Operations = PLAIN):
         super().__init__()
         self.attention_norm = make_norm(model, model.hidden_size)
-        self.attention = Attention(model, attention)
+        self.attention = Attention(model, attention, operations)
         self.mlp_norm = make_norm(model, model.hidden_size)
-        self.mlp = make_mlp(model)
+        self.mlp = make_mlp(model, operations.swiglu)
         self.norm_first = model.norm_position == "pre"
+        self.operations = operations
 
-    def forward(self, hidden: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-        """hidden [B, T, hidden]; cos, sin [T, D/2] float32, or None without RoPE."""
-        if self.norm_first:
-            hidden = hidden + self.attention(self.attention_norm(hidden), cos, sin)
-            return hidden + self.mlp(self.mlp_norm(hidden))
-        hidden = self.attention_norm(hidden + self.attention(hidden, cos, sin))
-        return self.mlp_norm(hidden + self.mlp(hidden))
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden [B, T, hidden], and an update of the same shape that is still to be added to it, or None: in and out.
+
+        cos, sin [T, D/2] float32, or None without RoPE.
+        """
+        if not self.norm_first:
+            hidden = self.attention_norm(hidden + self.attention(hidden, cos, sin))
+            return self.mlp_norm(hidden + self.mlp(hidden)), None
+        hidden, normed = self.operations.add_and_norm(hidden, update, self.attention_norm)
+        hidden, normed = self.operations.add_and_norm(hidden, self.attention(normed, cos, sin), self.mlp_norm)
+        update = self.mlp(normed)
+        return (hidden + update, None) if self.operations.add_norm is None else (hidden, update)
 
 
 class Decoder(nn.Module):
@@ -90,7 +100,14 @@ class Decoder(nn.Module):
     cos: Tensor | None
     sin: Tensor | None
 
-    def __init__(self, model: ModelConfig, context: int, attention: AttentionFunction, loss: LossFunction):
+    def __init__(
+        self,
+        model: ModelConfig,
+        context: int,
+        attention: AttentionFunction,
+        loss: LossFunction,
+        operations: Operations = PLAIN,
+    ):
         super().__init__()
         self.config = model
         self.context = context
@@ -98,10 +115,11 @@ class Decoder(nn.Module):
         self.position_embedding = (
             nn.Embedding(model.max_position_embeddings, model.hidden_size) if model.position == "learned" else None
         )
-        self.blocks = nn.ModuleList(Block(model, attention) for _ in range(model.num_hidden_layers))
+        self.blocks = nn.ModuleList(Block(model, attention, operations) for _ in range(model.num_hidden_layers))
         self.final_norm = make_norm(model, model.hidden_size)
-        self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.lm_head = Linear(model.hidden_size, model.vocab_size, bias=False)
         self.loss = loss
+        self.operations = operations
         self.register_buffer("cos", None, persistent=False)
         self.register_buffer("sin", None, persistent=False)
         self.tie_weights()
@@ -119,9 +137,10 @@ class Decoder(nn.Module):
             hidden = hidden + self.position_embedding.weight[:T]
         cos = self.cos[:T] if self.cos is not None else None
         sin = self.sin[:T] if self.sin is not None else None
+        update = None
         for block in self.blocks:
-            hidden = block(hidden, cos, sin)
-        return self.final_norm(hidden)
+            hidden, update = block(hidden, update, cos, sin)
+        return self.operations.add_and_norm(hidden, update, self.final_norm)[1]
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Scores of the next token, [B, T, V], in the parameters' dtype."""
@@ -130,7 +149,8 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy of labels [B, T] (already shifted: labels[t] follows input_ids[t]), float32 scalar."""
         hidden = self.hidden_states(input_ids)
-        return self.loss(hidden.flatten(0, 1), self.lm_head.weight, labels.flatten())
+        main = (self.lm_head.main,) if self.lm_head.main is not None else ()
+        return self.loss(hidden.flatten(0, 1), self.lm_head.weight, labels.flatten(), *main)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, max_new_tokens: int, generator: torch.Generator | None = None) -> Tensor:
@@ -196,12 +216,13 @@ def build_model(
     device: torch.device | str,
     attention: AttentionFunction | None = None,
     loss: LossFunction | None = None,
+    operations: Operations = PLAIN,
     dtype: torch.dtype | None = None,
 ) -> Decoder:
     """Build and initialise the decoder of a run on `device` ("meta": shapes alone, no memory, no values).
 
     `dtype` is that of the parameters and of the computation; left out, the run's. Without `attention` or `loss` they
-    are resolved here; a run that records its choices resolves them itself and hands the functions in.
+    are resolved here; a run that records its choices resolves them itself and hands the functions in, `operations` too.
     """
     device = torch.device(device)
     dtype = dtype or DTYPES[config.dtype]
@@ -225,7 +246,7 @@ def build_model(
     longest = model.max_position_embeddings
     context = longest if model.position == "learned" else max(config.seq_len, longest)
     with torch.device("meta"):
-        decoder = Decoder(model, context, attention, loss).to(dtype)
+        decoder = Decoder(model, context, attention, loss, operations).to(dtype)
     if device.type != "meta":
         decoder.to_empty(device=device)
         decoder.tie_weights()  # to_empty makes two parameters of one

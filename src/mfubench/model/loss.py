@@ -1,7 +1,8 @@
 """Cross-entropy of the next token, from hidden states and the head's weight; three forms of one signature.
 
 loss(hidden [N, hidden], weight [V, hidden], labels [N]) -> float32 scalar, the mean over the N tokens. Every label
-counts: none is ignored. Softmax and mean are computed in float32 whatever the dtype of the inputs.
+counts: none is ignored. Softmax and mean are computed in float32 whatever the dtype of the inputs. `full` and `chunked`
+take a fourth argument: the main gradient that the weight's is added to (see weight_gradient.py).
 
 `full` computes all logits at once; `chunked` a slice of the tokens at a time, with the gradients right in the forward
 pass, so that neither pass ever holds all logits; `fused` is liger-kernel's form of the same idea.
@@ -18,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mfubench.model.weight_gradient import MainGradient, add_product, linear
 from mfubench.run_log import Choice
 
-LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+LossFunction = Callable[..., Tensor]
+ACCUMULATING = ("full", "chunked")  # forms that take a main gradient
 
 # What `auto` takes on CUDA, for the shapes of config/models.yaml on an H100 (N = tokens of a micro-batch):
 # - V = 32,000, N = 16,384: the logits are 1 GiB in bfloat16. Compiled, `full` is the fastest: three matmuls at full
@@ -38,9 +41,9 @@ TILE = 128  # rows that a tensor-core matmul computes at once
 ROW_MULTIPLE = 64
 
 
-def full_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def full_loss(hidden: Tensor, weight: Tensor, labels: Tensor, main: MainGradient | None = None) -> Tensor:
     """All logits [N, V] at once."""
-    logits = F.linear(hidden, aligned(weight))[:, : weight.shape[0]]
+    logits = linear(hidden, aligned(weight), main=main)[:, : weight.shape[0]]
     return F.cross_entropy(logits.float(), labels)
 
 
@@ -51,11 +54,18 @@ def aligned(weight: Tensor) -> Tensor:
     return weight
 
 
-def chunked_loss(hidden: Tensor, weight: Tensor, labels: Tensor, compile_backend: str = "") -> Tensor:
+def chunked_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    main: MainGradient | None = None,
+    compile_backend: str = "",
+) -> Tensor:
     """Chunks of tokens one after the other; equal to `full_loss` but for the order of float32 additions."""
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     size = chunk_size(hidden.shape[0], hidden.element_size() * weight.shape[0])
-    return chunked_cross_entropy(hidden, weight, labels, size, gradients, compile_backend)[0]
+    parts = main or ()
+    return chunked_cross_entropy(hidden, weight, labels, size, gradients, compile_backend, *parts)[0]
 
 
 def chunk_size(tokens: int, bytes_a_token: int) -> int:
@@ -67,13 +77,21 @@ def chunk_size(tokens: int, bytes_a_token: int) -> int:
 
 @torch.library.custom_op("mfubench::chunked_cross_entropy", mutates_args=())
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, size: int, gradients: bool, compile_backend: str
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    size: int,
+    gradients: bool,
+    compile_backend: str,
+    total_gradient: Tensor | None = None,
+    overwrite: Tensor | None = None,
+    ticket: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(mean loss, gradient of hidden, gradient of weight in float32), computed `size` tokens at a time.
 
     The gradients are those of the summed loss, which float16 can hold, and empty unless asked for. An operator of its
     own: torch.compile takes it as it is, in one graph with the rest of the model. Where a `compile_backend` is given,
-    the elementwise part inside is compiled apart.
+    the elementwise part inside is compiled apart. The parts of a main gradient are for the backward pass.
     """
     softmax_step = compiled_softmax_step(compile_backend) if compile_backend else cross_entropy_step
     padded = aligned(weight)  # [V', hidden]
@@ -91,7 +109,7 @@ def chunked_cross_entropy(
         total += loss
         grad_logits.scatter_(1, labels[rows, None], grad_at_label)
         torch.mm(grad_logits, padded, out=grad_hidden[rows])
-        accumulate_product(grad_weight, grad_logits.t(), hidden[rows])
+        add_product(grad_weight, grad_logits.t(), hidden[rows])
     return total / hidden.shape[0], grad_hidden, grad_weight[: weight.shape[0]]
 
 
@@ -114,19 +132,17 @@ def compiled_softmax_step(backend: str) -> Callable[[Tensor, Tensor], tuple[Tens
     return torch.compile(cross_entropy_step, backend=backend, dynamic=False)
 
 
-def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in float32 even where the factors are not, without a product in memory on CUDA."""
-    if left.dtype == torch.float32:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
-    else:
-        total += left @ right
-
-
 @chunked_cross_entropy.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, labels: Tensor, size: int, gradients: bool, compile_backend: str
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    size: int,
+    gradients: bool,
+    compile_backend: str,
+    total_gradient: Tensor | None = None,
+    overwrite: Tensor | None = None,
+    ticket: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         hidden.new_empty((), dtype=torch.float32),
@@ -135,18 +151,31 @@ def _(
     )
 
 
+@torch.library.custom_op("mfubench::accumulate_scaled", mutates_args=("total",))
+def accumulate_scaled(total: Tensor, gradient: Tensor, factor: Tensor, overwrite: Tensor) -> None:
+    """total += gradient * factor (a scalar on the device), or = where `overwrite` says so; all float32."""
+    if overwrite:
+        torch.mul(gradient, factor, out=total)
+    else:
+        total.addcmul_(gradient, factor)
+
+
 def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output[1:])
-    ctx.tokens, ctx.weight_dtype = inputs[0].shape[0], inputs[1].dtype
+    hidden, weight, _, _, _, _, total_gradient, overwrite, _ = inputs
+    ctx.save_for_backward(*output[1:], total_gradient, overwrite)
+    ctx.tokens, ctx.weight_dtype = hidden.shape[0], weight.dtype
 
 
 def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of the mean, times the gradient that arrives; scaled and rounded in one pass over memory."""
-    grad_hidden, grad_weight = ctx.saved_tensors
+    """Gradients of the mean, times the gradient that arrives; each scaled and stored in one pass over memory."""
+    grad_hidden, grad_weight, total_gradient, overwrite = ctx.saved_tensors
     factor = grad / ctx.tokens
+    if total_gradient is not None:
+        accumulate_scaled(total_gradient, grad_weight, factor, overwrite)
+        return grad_hidden * factor, None, None, None, None, None, None, None, grad_hidden.new_empty(0)
     rounded = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
     torch.mul(grad_weight, factor, out=rounded)
-    return grad_hidden * factor, rounded, None, None, None, None
+    return grad_hidden * factor, rounded, None, None, None, None, None, None, None
 
 
 chunked_cross_entropy.register_autograd(scale_gradients, setup_context=save_gradients)

@@ -25,6 +25,7 @@ class Slot:
     parameter: nn.Parameter
     start: int
     numel: int
+    arrivals: int = 1  # parts of its gradient that arrive one after the other
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Bucket:
     decay: bool
     slots: list[Slot] = field(default_factory=list)
     end: int = 0
-    missing: int = 0  # parameters whose gradient is not there yet, in the last micro-step
+    missing: int = 0  # gradients that are not there yet, in the last micro-step
 
 
 def plan_buckets(module: nn.Module, world_size: int, sizes: CommunicationConfig | None = None) -> list[Bucket]:

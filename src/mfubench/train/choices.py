@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from mfubench.config import RunConfig
+from mfubench.config import OptimizerConfig, RunConfig
 from mfubench.model import resolve_attention, resolve_loss
 from mfubench.model.decoder import DTYPES
+from mfubench.model.operations import Operations, resolve_operations
+from mfubench.model.weight_gradient import add_product
 from mfubench.run_log import Choice
+from mfubench.train.parallel import Piece
 from mfubench.train.process import Process
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -26,6 +29,7 @@ class Resolved:
     used: dict[str, Choice]
     attention: Function
     loss: Function
+    operations: Operations
     contrast: Choice | None = None  # what the attention ends in that this run is to be compared with
 
     def fall_back(self, name: str, used: str, reason: str) -> None:
@@ -88,6 +92,9 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
         compile_backend=config.compile_backend if compiled.used != "none" else None,
         capturable=cuda_graphs.used == "true",
     )
+    operations, operation_choices = resolve_operations(
+        config.kernels, model=model, device=device, dtype=DTYPES[dtype.used]
+    )
     used = {
         "attention": attention_choice,
         "compile": compiled,
@@ -98,8 +105,11 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
         "dtype": dtype,
         "tf32": resolve_tf32(config, device),
         "fp8": fp8,
+        **operation_choices,
+        "weight_gradient": resolve_weight_gradient(config, device, DTYPES[dtype.used], parallelism.used, fp8.used),
+        "adamw": resolve_adamw(config, device, parallelism.used),
     }
-    return Resolved(used=used, attention=attention, loss=loss, contrast=contrast)
+    return Resolved(used=used, attention=attention, loss=loss, operations=operations, contrast=contrast)
 
 
 def switch(requested: bool, obstacle: str | None) -> Choice:
@@ -164,3 +174,86 @@ def resolve_fp8(config: RunConfig, device: torch.device) -> Choice:
             except Exception as error:  # a wheel built for another torch fails with more than ImportError
                 obstacle = f"torchao.float8 cannot be imported ({error})"
     return switch(config.fp8, obstacle)
+
+
+def resolve_weight_gradient(
+    config: RunConfig, device: torch.device, dtype: torch.dtype, parallelism: str, fp8: str
+) -> Choice:
+    """auto: where it saves a pass over memory, on CUDA."""
+    wanted, obstacle = config.kernels.weight_gradient, None
+    if wanted == "plain":
+        return either(wanted, "accumulate", None)
+    if parallelism == "fsdp":
+        obstacle = "fsdp gives no main gradient to accumulate in; none, ddp and zero1 do"
+    elif fp8 == "true":
+        obstacle = "float8 matmuls do not accumulate in float32"
+    elif config.compile != "none" and config.compile_mode == "reduce-overhead":
+        obstacle = "reduce-overhead captures graphs that cannot tell the first micro-step from the others"
+    elif device.type == "cuda":
+        obstacle = failure_of(lambda: try_accumulating(device, dtype))
+    elif wanted == "auto":
+        obstacle = "no CUDA"
+    return either(wanted, "accumulate", obstacle)
+
+
+def resolve_adamw(config: RunConfig, device: torch.device, parallelism: str) -> Choice:
+    obstacle = None
+    if device.type != "cuda":
+        obstacle = f"Triton's kernels need a CUDA device, not {device.type}"
+    elif parallelism == "fsdp":
+        obstacle = "fsdp rounds its weights when it gathers them; none, ddp and zero1 keep them rounded"
+    elif config.kernels.adamw != "plain":
+        obstacle = failure_of(lambda: try_fused_adamw(device))
+    return either(config.kernels.adamw, "fused", obstacle)
+
+
+def either(requested: str, better: str, obstacle: str | None) -> Choice:
+    """A kernel that is `plain` where it is asked for or where something stands in the better one's way."""
+    if requested == "plain":
+        return Choice(requested=requested, used="plain")
+    return Choice(requested=requested, used="plain" if obstacle else better, reason=obstacle)
+
+
+def failure_of(attempt: Callable[[], bool]) -> str | None:
+    """Why a small try on the device says no, or None."""
+    try:
+        return None if attempt() else "gives wrong results here"
+    except Exception as error:
+        return f"does not run on this device ({type(error).__name__}: {str(error).strip()[:200]})"
+
+
+def try_accumulating(device: torch.device, dtype: torch.dtype) -> bool:
+    left, right = torch.ones(8, 16, device=device, dtype=dtype), torch.ones(16, 24, device=device, dtype=dtype)
+    total = torch.full((8, 24), torch.nan, device=device)
+    add_product(total, left, right, overwrite=True)
+    add_product(total, left, right)
+    return bool((total == 32).all())
+
+
+def try_fused_adamw(device: torch.device) -> bool:
+    """One step of both forms from the same state, in numbers whose rounding does not show."""
+    from mfubench.train.fused_adamw import fused_adamw
+
+    options = OptimizerConfig(learning_rate=0.125)
+    master, gradient, average, square = (torch.full((300,), x, device=device) for x in (1.0, 6.0, 0.0, 0.0))
+    rate, divisor, step = (torch.full((), x, device=device) for x in (options.learning_rate, 3.0, 0.0))
+    compute = torch.zeros(300, dtype=torch.bfloat16, device=device)
+    fused_adamw(
+        [Piece(master, decay=True, compute=compute)],
+        [gradient],
+        [average],
+        [square],
+        [step],
+        config=options,
+        learning_rate=rate,
+        divisor=divisor,
+        found_inf=None,
+    )
+    plain = torch.ones(300, device=device, requires_grad=True)
+    plain.grad = torch.full_like(plain, 2.0)
+    betas = (options.beta1, options.beta2)
+    torch.optim.AdamW(
+        [plain], lr=options.learning_rate, betas=betas, eps=options.eps, weight_decay=options.weight_decay, fused=True
+    ).step()
+    close = torch.allclose(master, plain.detach(), rtol=1e-6)
+    return close and torch.equal(compute, master.bfloat16())

@@ -106,7 +106,7 @@ class FsdpEngine:
             gradients.append(gradient.to_local())
         return gradients
 
-    def publish(self) -> None:
+    def publish(self, rounded: bool = False) -> None:
         """The masters are the parameters: the next forward pass gathers them."""
 
     def settle(self) -> None:

@@ -35,7 +35,7 @@ class GradientMeter:
     def measure(self, step: int) -> None:
         """Take the statistics of `step`, before the next one overwrites its gradients; they stay on the device.
 
-        The fused optimizer has left each gradient divided by batch and loss scale, and clipped; the clipping is undone.
+        They are those before clipping: what the optimizer has left in the gradients is divided out.
         """
         gradients = self.engine.gradients()
         sums = torch.zeros(len(self.layers), 3, dtype=torch.float64, device=self.process.device)  # count, sum, squares
@@ -51,7 +51,9 @@ class GradientMeter:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         mean = sums[:, 1] / sums[:, 0]
         deviation = (sums[:, 2] / sums[:, 0] - mean.square()).clamp(min=0).sqrt()
-        self.pending.append((step, torch.stack((mean, largest.double(), deviation), dim=1) / self.optimizer.clip))
+        self.pending.append(
+            (step, torch.stack((mean, largest.double(), deviation), dim=1) / self.optimizer.gradient_factor)
+        )
 
     def collect(self) -> list[GradientStatistics]:
         """Read out what was measured since the last call."""

@@ -1,4 +1,4 @@
-"""What is done to the model before it trains: float8 matmuls, activation checkpointing, torch.compile. In place."""
+"""What is done to the model before it trains, in place: float8, checkpointing, accumulating matmuls, torch.compile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from mfubench.config import RunConfig
 from mfubench.model import Decoder
+from mfubench.model.loss import ACCUMULATING
+from mfubench.model.weight_gradient import Linear
 from mfubench.train.choices import Resolved
+from mfubench.train.parallel import FlatEngine
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm")
 
@@ -54,6 +57,16 @@ def keep_products(context: Any, operator: Any, *arguments: Any, **options: Any) 
     if name in MATMULS or "attention" in name or "attn" in name:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def accumulate_weight_gradients(model: Decoder, engine: FlatEngine, resolved: Resolved) -> None:
+    """Let every matmul add its weight's gradient to the engine's main gradient; the head's, where the loss can."""
+    tied = model.config.tie_word_embeddings
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module is not model.lm_head:
+            engine.accumulate_in_matmul(module, f"{name}.weight")
+    if resolved.used["loss"].used in ACCUMULATING:
+        engine.accumulate_in_matmul(model.lm_head, "token_embedding.weight" if tied else "lm_head.weight", tied=tied)
 
 
 def compile_model(model: Decoder, config: RunConfig, resolved: Resolved) -> None:

@@ -1,8 +1,9 @@
 """AdamW on the flat masters: clipping and loss scale are folded into its one pass over memory.
 
 The accumulated gradient is a multiple of the mean gradient: `engine.divisor` times (micro-batches and ranks are summed)
-the loss scale (float16). Instead of a pass that divides it and one that clips it, both factors are handed to the fused
-kernel as one device scalar. Nothing here waits for the device, so that a whole step can be captured as a CUDA graph.
+the loss scale (float16). Instead of a pass that divides it and one that clips it, both factors are handed to the
+kernel of the update, torch's or the project's own, as one device scalar. Nothing here waits for the device, so that a
+whole step can be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -34,11 +35,17 @@ def learning_rate_at(step: int, config: OptimizerConfig) -> float:
 class Optimizer:
     """Masters' AdamW of one rank, the gradient norm over all ranks, and float16's loss scale."""
 
-    def __init__(self, engine: Engine, config: OptimizerConfig, *, process: Process, scale_loss: bool):
+    def __init__(
+        self, engine: Engine, config: OptimizerConfig, *, process: Process, scale_loss: bool, fused: bool = False
+    ):
+        """fused: the update is `fused_adamw`, which rounds the weights for the next step too."""
         self.engine, self.config, self.process = engine, config, process
+        self.rounds = fused  # the compute weights of the pieces are written by the update
         device = process.device
         self.learning_rate = torch.zeros((), device=device)
         self.clip = torch.ones((), device=device)  # factor of the last step's clipping: 1 = not clipped
+        # once a step has been taken, `engine.gradients()` are this times the mean gradient before clipping
+        self.gradient_factor = torch.ones((), device=device) if fused else self.clip
         self.scale = torch.full((), FIRST_SCALE if scale_loss else 1.0, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.scales_loss = scale_loss
@@ -82,15 +89,37 @@ class Optimizer:
         grad_norm = self.global_norm(gradients) / divisor
         if self.config.grad_clip > 0:
             self.clip.copy_((self.config.grad_clip / (grad_norm + 1e-6)).clamp(max=1.0))
-        # where torch.amp.GradScaler leaves them for a fused optimizer
         found_inf = (~grad_norm.isfinite()).float() if self.scales_loss else None
-        self.adamw.grad_scale, self.adamw.found_inf = divisor / self.clip, found_inf  # type: ignore[attr-defined]
-        for piece, gradient in zip(self.engine.pieces, gradients, strict=True):
-            piece.master.grad = gradient
-        self.adamw.step()
+        if self.rounds:
+            self.update_fused(gradients, divisor, found_inf)
+        else:
+            self.update(gradients, divisor / self.clip, found_inf)
         if found_inf is not None:
             torch._amp_update_scale_(self.scale, self.growth_tracker, found_inf, GROWTH, BACKOFF, GROWTH_INTERVAL)
         return grad_norm
+
+    def update(self, gradients: list[Tensor], divisor: Tensor, found_inf: Tensor | None) -> None:
+        """torch's fused AdamW; it leaves the gradients divided."""
+        # where torch.amp.GradScaler leaves them for a fused optimizer
+        self.adamw.grad_scale, self.adamw.found_inf = divisor, found_inf  # type: ignore[attr-defined]
+        for piece, gradient in zip(self.engine.pieces, gradients, strict=True):
+            piece.master.grad = gradient
+        self.adamw.step()
+
+    def update_fused(self, gradients: list[Tensor], divisor: Tensor, found_inf: Tensor | None) -> None:
+        """The project's own; it leaves the gradients as they were."""
+        from mfubench.train.fused_adamw import fused_adamw  # needs triton
+
+        self.gradient_factor.copy_(divisor)
+        fused_adamw(
+            self.engine.pieces,
+            gradients,
+            *(self.state(kind) for kind in ("exp_avg", "exp_avg_sq", "step")),
+            config=self.config,
+            learning_rate=self.learning_rate,
+            divisor=divisor / self.clip,
+            found_inf=found_inf,
+        )
 
     def global_norm(self, gradients: list[Tensor]) -> Tensor:
         """2-norm of the accumulated gradient over all parameters, wherever their pieces are."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mfubench.config import CommunicationConfig
 from mfubench.model import Decoder
+from mfubench.model.weight_gradient import Linear, MainGradient
 from mfubench.train.buckets import Bucket, Slot, plan_buckets
 from mfubench.train.gathers import WeightGathers
 from mfubench.train.process import Process
@@ -34,6 +35,7 @@ class Piece:
 
     master: Tensor  # float32
     decay: bool  # weight decay applies
+    compute: Tensor | None = None  # the same weights as the module computes with, where they are not the master itself
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Engine(Protocol):
     def begin_micro_step(self, first: bool, last: bool) -> None: ...
     def finish_backward(self) -> None: ...
     def gradients(self) -> list[Tensor]: ...
-    def publish(self) -> None: ...
+    def publish(self, rounded: bool = False) -> None: ...
     def settle(self) -> None: ...  # collective: after it the weights are whole on every rank
 
     # one tensor a piece (masters, or a moment of AdamW) as named tensors of a checkpoint, and back
@@ -98,12 +100,13 @@ class FlatEngine:
         else:
             owned = total // process.world_size if shard else total
             self.masters = torch.zeros(owned, dtype=torch.float32, device=process.device)
-        self.pieces = [Piece(self.master_of(bucket), bucket.decay) for bucket in self.buckets]
+        self.pieces = [Piece(self.master_of(bucket), bucket.decay, self.compute_of(bucket)) for bucket in self.buckets]
         self.fill(initial)
         for bucket in self.buckets:
             for slot in bucket.slots:
                 self.adopt(slot, bucket)
         self.first = self.last = True
+        self.overwrite = torch.ones((), dtype=torch.bool)  # `first`, for matmuls that accumulate
         self.sent = 0  # buckets whose reduction has begun
         self.works: list[Any] = []
         self.gathers: WeightGathers | None = None  # zero1, where they overlap with the forward pass
@@ -130,6 +133,10 @@ class FlatEngine:
         offset = bucket.start // self.process.world_size if self.sharded else bucket.start
         return self.masters[offset : offset + end - start]
 
+    def compute_of(self, bucket: Bucket) -> Tensor | None:
+        start, end = self.owned_range(bucket)
+        return None if self.masters is self.compute else self.compute[start:end]
+
     @torch.no_grad()
     def fill(self, initial: Iterable[tuple[str, Tensor]]) -> None:
         """Set compute weights and masters from whole float32 parameters."""
@@ -148,14 +155,13 @@ class FlatEngine:
     def adopt(self, slot: Slot, bucket: Bucket) -> None:
         """Make a parameter a view of the compute buffer and catch its gradients."""
         parameter = slot.parameter
-        end = slot.start + slot.numel
-        parameter.data = self.compute[slot.start : end].view(parameter.shape)
-        gradient = self.gradient[slot.start : end].view(parameter.shape)
+        parameter.data = self.compute[slot.start : slot.start + slot.numel].view(parameter.shape)
+        gradient = self.gradient_of(slot)
 
         def accumulate(parameter: Tensor) -> None:
             """Add a micro-batch's gradient to the main gradient and free it. The first one overwrites: no zeroing."""
             assert parameter.grad is not None
-            if self.first:
+            if self.first and slot.arrivals == 1:
                 gradient.copy_(parameter.grad)
             else:
                 gradient.add_(parameter.grad)
@@ -164,6 +170,29 @@ class FlatEngine:
                 self.count_down(bucket)
 
         parameter.register_post_accumulate_grad_hook(accumulate)
+
+    def gradient_of(self, slot: Slot) -> Tensor:
+        return self.gradient[slot.start : slot.start + slot.numel].view(slot.parameter.shape)
+
+    def accumulate_in_matmul(self, layer: Linear, name: str, tied: bool = False) -> None:
+        """Let a layer's backward pass add its weight's gradient to the main gradient itself.
+
+        name: of the weight. tied: the weight is also used elsewhere, earlier in the forward pass. That part of its
+        gradient comes later, by the parameter's own hook, and is added.
+        """
+        slot = self.slots[name]
+        bucket = next(bucket for bucket in self.buckets if slot in bucket.slots)
+        slot.arrivals = 2 if tied else 1
+        ticket = torch.empty(0, device=self.gradient.device, requires_grad=True)
+        # .data: a version counter of its own, or autograd would take every other layer's gradient for a change of this
+        layer.main = MainGradient(self.gradient_of(slot).data, self.overwrite, ticket)
+
+        def arrived(ticket: Tensor) -> None:
+            ticket.grad = None
+            if self.last:
+                self.count_down(bucket)
+
+        ticket.register_post_accumulate_grad_hook(arrived)
 
     def fragments(self) -> Iterator[Fragment]:
         """The parts of parameters that this rank keeps the masters of."""
@@ -179,13 +208,14 @@ class FlatEngine:
 
     def begin_micro_step(self, first: bool, last: bool) -> None:
         self.first, self.last = first, last
+        self.overwrite.fill_(first)
         if first and self.gathers is not None:
             self.gathers.begin()
         if last:
             self.sent = 0
             self.works.clear()  # of a step that was broken off
             for bucket in self.buckets:
-                bucket.missing = len(bucket.slots)
+                bucket.missing = sum(slot.arrivals for slot in bucket.slots)
 
     def count_down(self, bucket: Bucket) -> None:
         """Note one more finished gradient; send off what is complete, always in the order of the buckets."""
@@ -224,16 +254,21 @@ class FlatEngine:
         return [self.gradient[start:end] for start, end in ranges]
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Masters -> compute weights; zero1 gathers what the other ranks have updated, now or in the next step."""
-        if self.masters is not self.compute and not self.sharded:
-            self.compute.copy_(self.masters)
+    def publish(self, rounded: bool = False) -> None:
+        """Masters -> compute weights; zero1 gathers what the other ranks have updated, now or in the next step.
+
+        rounded: the optimizer has written the pieces' own compute weights already.
+        """
+        stale = self.masters is not self.compute and not rounded
+        if not self.sharded:
+            if stale:
+                self.compute.copy_(self.masters)
             return
         for piece, bucket in zip(self.pieces, self.buckets, strict=True):
             start, end = self.owned_range(bucket)
-            if self.masters is not self.compute:
+            if stale:
                 self.compute[start:end].copy_(piece.master)
-        if self.sharded and self.gathers is None:
+        if self.gathers is None:
             self.settle()
 
     def gather(self, bucket: Bucket) -> Any:

@@ -19,7 +19,12 @@ from mfubench.model import Decoder, build_model
 from mfubench.run_log import Dataset, Parameters, RunFlopTerms
 from mfubench.train.choices import Resolved
 from mfubench.train.fsdp import FsdpEngine
-from mfubench.train.modules import checkpoint_activations, compile_model, convert_to_float8
+from mfubench.train.modules import (
+    accumulate_weight_gradients,
+    checkpoint_activations,
+    compile_model,
+    convert_to_float8,
+)
 from mfubench.train.parallel import Engine, FlatEngine
 from mfubench.train.process import Process
 
@@ -42,7 +47,9 @@ def inductor_cache(config: RunConfig, resolved: Resolved) -> Path:
     when it compiled: with one folder for all, an ablation's second arm would run the kernels of its first.
     """
     root = Path(os.environ.get("MFUBENCH_CACHE") or Path.home() / ".cache" / "mfubench")
-    choices = {name: resolved.used[name].used for name in ("attention", "compile", "loss", "dtype", "tf32", "fp8")}
+    kernels = ("norm", "rope", "swiglu", "weight_gradient")
+    names = ("attention", "compile", "loss", "dtype", "tf32", "fp8", *kernels)
+    choices = {name: resolved.used[name].used for name in names}
     compiler = (config.compile_mode, config.compile_backend, config.activation_checkpointing, torch.__version__)
     return root / "inductor" / hashlib.sha256(repr((choices, compiler)).encode()).hexdigest()[:16]
 
@@ -70,6 +77,7 @@ def build_engine(config: RunConfig, resolved: Resolved, process: Process) -> tup
         device="meta" if sharded else process.device,
         attention=resolved.attention,
         loss=resolved.loss,
+        operations=resolved.operations,
         dtype=torch.float32 if sharded else resolved.dtype,
     )
     if resolved.is_on("fp8"):
@@ -102,6 +110,8 @@ def build_engine(config: RunConfig, resolved: Resolved, process: Process) -> tup
             engine.overlap_gathers(model, whole)
             when = "before the forward pass, which is compiled as a whole" if whole else "while the forward pass runs"
             resolved.used["parallelism"].reason = f"updated weights are gathered {when}"
+        if resolved.used["weight_gradient"].used == "accumulate":
+            accumulate_weight_gradients(model, engine, resolved)
     compile_model(model, config, resolved)
     return model, engine
 

@@ -25,7 +25,7 @@ class TrainStep:
     def __call__(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         loss = self.forward_backward(inputs, labels)
         grad_norm = self.optimizer.step()
-        self.engine.publish()
+        self.engine.publish(rounded=self.optimizer.rounds)
         return loss, grad_norm
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> Tensor:

@@ -70,7 +70,13 @@ def build(
     t0 = time.perf_counter()
     train_tokens, val_tokens, log.dataset = open_data(paths.data, config)
     model, engine = build_engine(config, resolved, process)
-    optimizer = Optimizer(engine, config.optimizer, process=process, scale_loss=resolved.dtype == torch.float16)
+    optimizer = Optimizer(
+        engine,
+        config.optimizer,
+        process=process,
+        scale_loss=resolved.dtype == torch.float16,
+        fused=resolved.used["adamw"].used == "fused",
+    )
     log.parameters, log.flop_terms = count_parameters(model, config), run_flop_terms(config)
     if process.is_main:
         checkpoint.prepare_folder(paths.checkpoints, resume, config, log.parameters.total)

@@ -1,0 +1,170 @@
+"""The elementwise work between the matmuls, and which form of it runs: plain (torch's operators) or fused (Triton).
+
+Plain forms are what the compiler fuses, or what runs one kernel an operator without it. Fused ones are in `fused`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mfubench.config import KernelsConfig, ModelConfig
+from mfubench.model.components import rope_tables, split_heads, swiglu
+from mfubench.run_log import Choice
+
+KINDS = ("norm", "rope", "swiglu")  # keys of KernelsConfig that this module resolves
+TOKENS = 5  # of the try that a kernel must pass before it is used
+# Largest difference to float32 results that such a try may show, in units of the largest value, by dtype.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The functions a decoder is built with; signatures and shapes as in components.py and fused/."""
+
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None  # None: plain
+    split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = split_heads
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+
+    def add_and_norm(self, hidden: Tensor, update: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        """(hidden + update, its norm), each [B, T, hidden]; without an update, hidden is what is normalised."""
+        if update is None:
+            return hidden, norm(hidden)
+        if self.add_norm is not None and isinstance(norm, nn.RMSNorm):
+            assert norm.eps is not None
+            return self.add_norm(hidden, update, norm.weight, norm.eps)
+        hidden = hidden + update
+        return hidden, norm(hidden)
+
+
+PLAIN = Operations()
+
+
+def load_norm() -> dict[str, Any]:
+    from mfubench.model.fused.rms_norm import add_rms_norm
+
+    return {"add_norm": add_rms_norm}
+
+
+def load_rope() -> dict[str, Any]:
+    from mfubench.model.fused.rope import split_rotated
+
+    return {"split_heads": split_rotated}
+
+
+def load_swiglu() -> dict[str, Any]:
+    from mfubench.model.fused.swiglu import swiglu as fused_swiglu
+
+    return {"swiglu": fused_swiglu}
+
+
+LOADERS = {"norm": load_norm, "rope": load_rope, "swiglu": load_swiglu}
+
+
+def resolve_operations(
+    requested: KernelsConfig, *, model: ModelConfig, device: torch.device | str, dtype: torch.dtype
+) -> tuple[Operations, dict[str, Choice]]:
+    """The functions for this model and device, and by key of KernelsConfig what was chosen and why.
+
+    `auto` and `fused` end in the fused form where the model has such an operation and a try on the device gives what
+    the plain form gives, else in the plain one.
+    """
+    device = torch.device(device)
+    operations, choices = PLAIN, {}
+    for kind in KINDS:
+        wanted = getattr(requested, kind)
+        used, reason = "plain", None
+        if wanted != "plain":
+            fused, reason = try_fused(kind, model, device, dtype)
+            if fused is not None:
+                operations, used = replace(operations, **fused), "fused"
+        choices[kind] = Choice(requested=wanted, used=used, reason=reason)
+    return operations, choices
+
+
+def try_fused(
+    kind: str, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> tuple[dict[str, Any] | None, str | None]:
+    """The field of Operations that a fused kernel fills, or None and the reason."""
+    if (reason := not_in(model, kind)) is not None:
+        return None, reason
+    if device.type != "cuda":
+        return None, f"Triton's kernels need a CUDA device, not {device.type}"
+    try:
+        fused = LOADERS[kind]()
+    except Exception as error:
+        return None, f"needs triton ({type(error).__name__}: {error})"
+    try:
+        difference = largest_difference(kind, fused, model, device, dtype)
+    except Exception as error:
+        return None, f"does not run on this device ({type(error).__name__}: {str(error).strip()[:200]})"
+    if not difference <= TOLERANCE[dtype]:
+        return None, f"gives wrong results here (off by {difference:.2g} of the largest value)"
+    return fused, None
+
+
+def not_in(model: ModelConfig, kind: str) -> str | None:
+    """Why a model has nothing to do for a kernel of this kind, or None."""
+    if kind == "norm" and (model.norm != "rmsnorm" or model.norm_position != "pre"):
+        return "fuses an RMSNorm with the residual addition before it, and the model has none"
+    if kind == "rope" and model.position != "rope":
+        return "the model has no RoPE"
+    if kind == "swiglu" and model.mlp != "swiglu":
+        return f"the model's MLP is {model.mlp}"
+    return None
+
+
+def largest_difference(
+    kind: str, fused: dict[str, Any], model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> float:
+    """Of outputs and gradients between the fused form in `dtype` and the plain one in float32, for the model's sizes.
+
+    In units of the largest value of each tensor; not a number where one is.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    inputs, run = trial(kind, model, draw, device)
+    results = []
+    for operations, exact in ((replace(PLAIN, **fused), dtype), (PLAIN, torch.float32)):
+        leaves = [x.detach().to(exact).requires_grad_() for x in inputs]
+        outputs = run(operations, *leaves)
+        weights = [torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(dtype) for y in outputs]
+        gradients = torch.autograd.grad(outputs, leaves, [w.to(exact) for w in weights])
+        results.append([x.detach().float() for x in (*outputs, *gradients)])
+    off = [(x - y).abs().max() / y.abs().max() for x, y in zip(*results, strict=True)]
+    return torch.stack(off).max().item()
+
+
+def trial(
+    kind: str, model: ModelConfig, draw: Callable[..., Tensor], device: torch.device
+) -> tuple[list[Tensor], Callable[..., tuple[Tensor, ...]]]:
+    """Inputs with gradients, and the function of (operations, *inputs) that a kind of kernel computes."""
+    hidden, D = model.hidden_size, model.head_dim
+    if kind == "swiglu":
+        return [draw(TOKENS, 2 * model.intermediate_size)], lambda operations, x: (operations.swiglu(x),)
+    if kind == "norm":
+
+        def add_and_norm(operations: Operations, x: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            if operations.add_norm is not None:
+                return operations.add_norm(x, update, weight, model.rms_norm_eps)
+            return x + update, F.rms_norm(x + update, (hidden,), weight, model.rms_norm_eps)
+
+        return [draw(TOKENS, hidden), draw(TOKENS, hidden), draw(hidden)], add_and_norm
+
+    cos, sin = rope_tables(TOKENS, D, model.rope_theta, device)
+    heads = model.num_attention_heads, model.num_key_value_heads
+
+    def split(operations: Operations, qkv: Tensor, *norms: Tensor) -> tuple[Tensor, ...]:
+        query_weight, key_weight = norms or (None, None)
+        return operations.split_heads(qkv, cos, sin, query_weight, key_weight, model.rms_norm_eps, *heads)
+
+    qkv = draw(2, TOKENS, (heads[0] + 2 * heads[1]) * D)
+    return [qkv, *([draw(D), draw(D)] if model.qk_norm else [])], split
