@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import yaml
 from pydantic import Field
 
+import mfubench
 from benchmarks.peers.job import Job
+from mfubench.code_digest import code_digest
 from mfubench.config import ConfigError, RunConfig, Strict, parse
 from mfubench.presets import load_model
 
 FILE = Path(__file__).parent / "cases.yaml"
+PACKAGE = Path(mfubench.__file__).parent
 CHECKOUTS = {"torchtitan": "torchtitan", "nanogpt": "nanogpt", "litgpt": "litgpt"}  # system -> option with its path
 
 
@@ -51,6 +55,12 @@ def read_cases(path: Path = FILE) -> Cases:
                 if case.sequences_per_step % size:
                     raise ConfigError(f"{path}: cases.{name}: {size} does not divide {case.sequences_per_step}")
     return cases
+
+
+@functools.cache
+def code_of(driver: str) -> str:
+    """Digest of the engine's code, for its own driver."""
+    return code_digest([PACKAGE / "model", PACKAGE / "train"]) if driver == "mfubench_engine" else ""
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,7 @@ def make_job(plan: Plan, cases: Cases, name: str, system: str, micro_batch_size:
         work=str(folder.resolve()),
         output=str((folder / "record.json").resolve()),
         settings=settings,
+        code=code_of(declared.driver),
         checkout=str(checkout.resolve()) if checkout else None,
         preheat_s=0.0 if trial else plan.preheat_s,
         measure_s=plan.trial_s if trial else plan.measure_s,

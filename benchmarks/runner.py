@@ -15,6 +15,7 @@ from benchmarks.processes import finish, start
 from mfubench.config import ConfigError
 from mfubench.machine import describe_cards
 from mfubench.run_log import write_json
+from mfubench.telemetry import sampler_process
 
 FIRST_RUN_S = 170.0  # a run of which nothing is known yet: start, compilation, a few steps
 LONGEST_RUN_S = 570.0
@@ -70,8 +71,10 @@ class Runner:
 def check_machine(work: Path) -> None:
     """Raises ConfigError where WORK holds runs of other cards: they cannot be compared with what would be run here."""
     work.mkdir(parents=True, exist_ok=True)
-    names, _ = describe_cards()
-    here = {"cards": names, "node": platform.node() if not names else None}
+    count = len(describe_cards()[0])
+    nvml, handles, _ = sampler_process.open_cards(list(range(count)))
+    cards = [sampler_process.describe_card(nvml, handle, index) for index, handle in enumerate(handles)]
+    here = {"cards": [card["uuid"] for card in cards], "node": None if cards else platform.node()}
     file = work / "machine.json"
     if file.exists() and (there := json.loads(file.read_text(encoding="utf-8"))) != here:
         raise ConfigError(f"{work} holds runs of another machine ({there}; here: {here}): use another --work")

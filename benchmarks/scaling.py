@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rows
-from benchmarks.cases import CHECKOUTS, Cases, Plan, make_run, read_cases
+from benchmarks.cases import CHECKOUTS, Cases, Plan, code_of, make_run, read_cases
 from benchmarks.compare import own_settings
 from benchmarks.peers.job import Job, Record
 from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine
@@ -79,6 +79,7 @@ class Scaling:
             work=str(folder.resolve()),
             output=str((folder / "record.json").resolve()),
             settings=settings,
+            code=code_of(declared.driver),
             checkout=str(checkout.resolve()) if checkout else None,
             preheat_s=plan.preheat_s,
             measure_s=plan.measure_s,
@@ -181,7 +182,7 @@ def interval(ratios: Sequence[float]) -> dict[str, Any]:
 
 def overlap(records: Sequence[Record]) -> float | None:
     """Share of the longest measured window in which all of the single jobs were measuring."""
-    windows = [(r.started_at, r.started_at + r.seconds) for r in records if r.started_at and r.seconds]
+    windows = [(r.started_at, r.started_at + r.seconds) for r in records if r.started_at is not None and r.seconds]
     if len(windows) < len(records):
         return None
     together = min(end for _, end in windows) - max(begin for begin, _ in windows)

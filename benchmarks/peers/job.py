@@ -30,6 +30,7 @@ class Job:
     work: str
     output: str  # Record to write
     settings: dict[str, Any] = field(default_factory=dict)  # of the driver
+    code: str = ""  # digest of what runs, where it is this project's own: another code's runs are not this job's
     checkout: str | None = None  # source tree, of systems that are not installed as a package
     warmup_steps: int = 3
     preheat_s: float = 10.0

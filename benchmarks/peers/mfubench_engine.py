@@ -15,13 +15,11 @@ from pathlib import Path
 
 from benchmarks.peers.job import Job, Record, Status, read_job
 from mfubench import __version__
-from mfubench.code_digest import code_digest
 from mfubench.config import RunConfig, parse
 from mfubench.experiments import merge, nest
 from mfubench.run_log import RunLog, read_run_log
 from mfubench.train.launch import main as launch
 
-PACKAGE = Path(__file__).parents[2] / "src" / "mfubench"
 STATUS: dict[str, Status] = {"ok": "ok", "oom": "oom", "skipped": "missing"}
 
 
@@ -41,8 +39,7 @@ def main() -> int:
     run, output = run_config(job), job.folder / "run.json"
     output.unlink(missing_ok=True)
     record = Record("failed", world_size=run.world_size, job=job.identity, command=shlex.join(sys.orig_argv))
-    digest = code_digest([PACKAGE / "model", PACKAGE / "train"])
-    record.version = f"{__version__}, code {digest[:8]}"
+    record.version = f"{__version__}, code {job.code[:8]}"
     arguments = ["--config", run.to_json(), "--data", job.data, "--work", job.work, "--output", str(output)]
     launch([*arguments, "--resume", "never"])
     if output.exists():

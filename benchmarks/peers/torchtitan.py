@@ -36,20 +36,24 @@ def version(job: Job) -> str:
     return found
 
 
+def mlp_width(model: ModelConfig) -> tuple[int, float]:
+    """`multiple_of` and `ffn_dim_multiplier`: it takes int(factor * int(8 / 3 * dim)), rounded up to the multiple."""
+    multiple = model.intermediate_size & -model.intermediate_size  # largest power of two that divides it
+    return multiple, (model.intermediate_size - multiple / 2) / int(8 * model.hidden_size / 3)
+
+
 def llama_arguments(model: ModelConfig) -> Any:
-    """torchtitan's form of a Llama shape: the width of the MLP is a multiple of a multiple."""
     from torchtitan.models.llama3 import TransformerModelArgs
 
-    unit = model.intermediate_size & -model.intermediate_size  # largest power of two that divides it
+    multiple, factor = mlp_width(model)
     return TransformerModelArgs(
         dim=model.hidden_size,
         n_layers=model.num_hidden_layers,
         n_heads=model.num_attention_heads,
         n_kv_heads=model.num_key_value_heads,
         vocab_size=model.vocab_size,
-        multiple_of=unit,
-        # it takes int(factor * int(8 / 3 * dim)), rounded up to a multiple of `multiple_of`
-        ffn_dim_multiplier=(model.intermediate_size - unit / 2) / int(8 * model.hidden_size / 3),
+        multiple_of=multiple,
+        ffn_dim_multiplier=factor,
         norm_eps=model.rms_norm_eps,
         rope_theta=model.rope_theta,
     )

@@ -1,0 +1,251 @@
+"""The benchmark harness: what is planned, what is kept, what is written; and, slowly, all of it on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import figure, rows, scaling
+from benchmarks.cases import Plan, make_job, make_run, read_cases
+from benchmarks.compare import Bench
+from benchmarks.peers.clock import Finished, StepClock
+from benchmarks.peers.driving import outcome
+from benchmarks.peers.job import Job, MissingPeer, Record, read_job, read_record, write_job
+from benchmarks.peers.torchtitan import mlp_width
+from benchmarks.runner import OutOfTime, Runner
+from mfubench.presets import load_model
+
+ROOT = Path(__file__).parents[2]
+KEYS = {
+    *("system", "version", "model", "world_size", "micro_batch_size", "gradient_accumulation_steps"),
+    *("master_weights", "card", "torch", "tokens_per_s_per_gpu"),
+}
+
+
+def make_plan(work: Path, **more) -> Plan:
+    return Plan(work / "data", work, "cpu", 0.1, 0.2, 0.1, min_steps=2, **more)
+
+
+def record_at(rate: float, status: str = "ok") -> Record:
+    """A run of ten steps at `rate` tokens a second on one GPU."""
+    seconds = 10 * 128 / rate
+    telemetry = {"samples": 3, "gpus": [{"power_w": {"median": 650.0}, "sm_clock_mhz": {"median": 1700.0}}]}
+    record = Record(status, version="1.0", torch="2.11.0", card="NVIDIA H100 80GB HBM3", master_weights="float32")
+    return dataclasses.replace(
+        record, steps=10, tokens=1280, seconds=seconds, step_times_s=[seconds / 10] * 10, telemetry=telemetry
+    )
+
+
+class FakeRunner(Runner):
+    """Records by system and micro-batch instead of processes."""
+
+    def __init__(self, plan: Plan, known: dict[tuple[str, int], Record], runs_left: int = 1000):
+        super().__init__(plan, read_cases(), math.inf)
+        self.known, self.runs_left, self.ran = known, runs_left, []
+
+    def run(self, jobs, label, expected_s, cards):
+        if (found := self.done(jobs)) is not None:
+            return found
+        if self.runs_left == 0:
+            raise OutOfTime
+        self.runs_left -= 1
+        records = []
+        for job in jobs:
+            self.ran.append(f"{job.system} {job.folder.name}")
+            known = self.known[job.system, job.run.micro_batch_size]
+            record = dataclasses.replace(known, job=job.identity, world_size=job.run.world_size)
+            record.write(job.output)
+            records.append(record)
+        return records
+
+
+def test_every_case_is_well_formed_and_its_jobs_travel(tmp_path):
+    cases = read_cases()
+    for name, case in cases.cases.items():
+        for system in case.systems:
+            for size in case.candidates(system):
+                job = make_job(make_plan(tmp_path), cases, name, system, size, "trial", trial=True)
+                assert job.run.global_batch_size == case.sequences_per_step
+                write_job(tmp_path / "job.json", job)
+                assert read_job(tmp_path / "job.json") == job
+                assert (ROOT / "benchmarks" / "peers" / f"{job.driver}.py").is_file()
+
+
+def test_repeats_take_turns_with_the_best_micro_batch_and_go_on_where_they_ended(tmp_path):
+    known = {
+        ("mfubench", 8): record_at(3000.0),
+        ("mfubench", 4): record_at(2000.0),
+        ("mfubench", 16): Record("oom", reason="out of memory"),
+        ("torchtitan", 4): Record("missing", reason="the package torchtitan is not installed"),
+        ("transformers", 4): Record("oom", reason="out of memory"),
+        ("transformers", 2): record_at(1500.0),
+    }
+    systems = ["mfubench", "torchtitan", "transformers"]
+    first = FakeRunner(make_plan(tmp_path), known, runs_left=8)
+    with pytest.raises(OutOfTime):
+        Bench("llama3-1.5b", systems, first, 3).everything()
+    second = FakeRunner(make_plan(tmp_path), known)
+    bench = Bench("llama3-1.5b", systems, second, 3)
+    bench.everything()
+    trials = ["mfubench trial-mb8", "mfubench trial-mb4", "mfubench trial-mb16", "torchtitan trial-mb4"]
+    trials += ["transformers trial-mb4", "transformers trial-mb2"]
+    turns = [
+        f"{system} mb{size}-repeat-{n}" for n in range(3) for system, size in zip(systems[::2], (8, 2), strict=True)
+    ]
+    assert first.ran + second.ran == trials + turns
+    found = {row["system"]: row for row in bench.rows()}
+    assert all(row.keys() >= KEYS for row in found.values())
+    assert found["mfubench"]["tokens_per_s_per_gpu"]["repeats"] == 3
+    assert found["mfubench"]["tokens_per_s_per_gpu"]["median"] == pytest.approx(3000.0)
+    assert found["mfubench"]["micro_batch_sizes_tried"]["16"] == "oom"
+    assert found["torchtitan"]["tokens_per_s_per_gpu"] is None
+    assert found["torchtitan"]["reason"] == "the package torchtitan is not installed"
+    table = bench.publish(tmp_path / "results")
+    assert "missing: the package torchtitan is not installed" in table
+    assert "| 2.000" in table  # to the best peer
+    assert json.loads((tmp_path / "results" / "peers-llama3-1.5b.json").read_text())[0]["clock_and_power"]
+    assert (tmp_path / "results" / "peers-llama3-1.5b.png").stat().st_size > 1000
+
+
+def test_a_job_that_changed_is_run_again(tmp_path):
+    cases = read_cases()
+    job = make_job(make_plan(tmp_path), cases, "tiny", "transformers", 2, "trial", trial=True)
+    record = dataclasses.replace(record_at(10.0), job=job.identity)
+    record.write(job.output)
+    path = Path(job.output)
+    assert read_record(path, job) == record
+    assert read_record(path, dataclasses.replace(job, step_time_s=1.0)) == record  # what is expected is no part of it
+    assert read_record(path, dataclasses.replace(job, settings={"compile": True})) is None
+    assert read_record(path, dataclasses.replace(job, code="another")) is None
+
+
+def test_mlp_widths_are_torchtitans():
+    for name in ("llama2-1.36b", "llama3-1.5b", "llama3-2.2b", "llama3-8b", "llama2-tiny"):
+        model = load_model(name)
+        multiple, factor = mlp_width(model)
+        width = int(factor * int(2 * 4 * model.hidden_size / 3))
+        assert multiple * ((width + multiple - 1) // multiple) == model.intermediate_size
+
+
+def test_the_clock_counts_optimizer_steps_and_ends_the_loop():
+    run = make_run("llama2-tiny", 8, 1, 1, "cpu")
+    job = Job("x", "x", run, "data", "work", "out", warmup_steps=2, preheat_s=0.0, measure_s=0.0, min_steps=3)
+    clock = StepClock(job, torch.device("cpu"))
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    container = torch.optim.SGD([parameter], lr=0.0)  # not what is counted
+    taken = 0
+    try:
+        with pytest.raises(Finished):
+            while taken < 100:
+                taken += 1
+                parameter.grad = torch.ones(2)
+                container.step()
+                optimizer.step()
+    finally:
+        clock.hook.remove()
+    assert taken == 2 + 4 + 3  # warm-up, probe, measured
+    assert len(clock.step_times_s()) == 3
+    assert all(seconds > 0 for seconds in clock.step_times_s())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (Finished(), "ok"),
+        (MissingPeer("install it"), "missing"),
+        (ImportError("No module named 'x'"), "missing"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "oom"),
+        (ValueError("bad"), "failed"),
+    ],
+)
+def test_every_end_is_a_status_with_its_reason(error, status):
+    def run() -> None:
+        raise error
+
+    found, reason = outcome(run)
+    assert found == status
+    assert (reason is None) == (status == "ok")
+    assert outcome(lambda: None)[0] == "failed"  # it ended by itself
+
+
+def test_quartiles_and_efficiency():
+    assert rows.quartiles([3.0, 1.0, 2.0]) == (1.5, 2.0, 2.5)
+    assert rows.quartiles([7.0]) == (7.0, 7.0, 7.0)
+    found = scaling.interval([0.98, 0.99, 0.97])
+    assert found["median"] == 0.98
+    assert found["low"] < 0.97 and found["high"] > 0.99  # t of two degrees of freedom is wide
+    assert "low" not in scaling.interval([0.98])
+    together = [dataclasses.replace(record_at(128.0), started_at=start) for start in (0.0, 1.0)]
+    assert scaling.overlap(together) == pytest.approx(0.9)
+
+
+def test_scaling_compares_with_the_same_cards_alone(tmp_path):
+    known = {("mfubench", 8): record_at(1000.0), ("torchtitan", 8): Record("missing", reason="not installed")}
+    runner = FakeRunner(make_plan(tmp_path), known)
+    setting = scaling.Setting("llama2-1.36b", 2048, 4, 2, 8)
+    bench = scaling.Scaling(setting, ["mfubench:ddp", "mfubench:zero1", "torchtitan:fsdp"], runner, 2)
+    bench.everything()
+    turn = ["mfubench repeat-{}-card-0", "mfubench repeat-{}-card-1", "mfubench repeat-{}", "mfubench repeat-{}"]
+    expected = ["mfubench trial", "torchtitan trial", *[name.format(n) for n in range(2) for name in turn]]
+    assert runner.ran == expected
+    ddp, zero1, torchtitan = bench.rows()
+    assert (ddp["arm"], zero1["arm"]) == ("mfubench:ddp", "mfubench:zero1")
+    assert ddp["efficiency"]["repeats"] == 2
+    assert ddp["efficiency"]["median"] == pytest.approx(0.5)  # the fake record is of one GPU, the row of two
+    assert torchtitan["status"] == "missing"
+    assert "missing: not installed" in scaling.table([ddp, zero1, torchtitan])
+
+
+def test_figure_names_what_is_missing(tmp_path):
+    cases = read_cases()
+    job = make_job(make_plan(tmp_path), cases, "tiny", "transformers", 2, "trial", trial=True)
+    found = [rows.row_of(job, [Record("missing", reason="not installed")])]
+    figure.draw(tmp_path / "empty.png", found, "title", "subtitle")
+    assert (tmp_path / "empty.png").stat().st_size > 1000
+
+
+def run_module(module: str, *arguments: str, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
+
+
+@pytest.mark.slow
+def test_the_whole_harness_on_a_cpu(tmp_path):
+    places = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "results"), "--repeats", "2"]
+    arguments = ["--tiny", *places]
+    done = run_module("benchmarks.compare", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {row["system"]: row for row in json.loads((tmp_path / "results" / "peers-tiny.json").read_text())}
+    for system in ("mfubench", "transformers"):
+        assert found[system]["tokens_per_s_per_gpu"]["repeats"] == 2, done.stdout
+        assert found[system]["parameters"] == found["mfubench"]["parameters"]
+        assert found[system]["command"]
+    for system in ("torchtitan", "transformers-liger"):
+        assert found[system]["status"] == "missing"
+        assert found[system]["reason"]
+    again = run_module("benchmarks.compare", *arguments)
+    assert "…" not in again.stdout  # nothing was run a second time
+
+
+@pytest.mark.slow
+def test_scaling_on_a_cpu(tmp_path):
+    arms = ["mfubench:zero1", "transformers:ddp"]
+    places = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "results"), "--repeats", "1"]
+    done = run_module("benchmarks.scaling", "--tiny", "--arms", *arms, "--accumulation", "2", *places)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "results" / "scaling-llama2-tiny-accumulation2.json").read_text())
+    assert [row.get("arm") for row in found] == arms, done.stdout
+    for row in found:
+        assert row["world_size"] == 2
+        assert 0 < row["efficiency"]["median"] < 5
