@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,59 @@ def test_any_value_anywhere_gives_a_study_or_a_sentence(path, value, extra):
         assert str(error).startswith("f.yaml")
     else:
         assert all(RunConfig.model_validate_json(run.to_json()) == run for run in study.runs.values())
+
+
+# --- runs that continue another ---------------------------------------------------------------------------------------
+
+
+def continuing(**training):
+    """A study whose stage training holds `pretrain`, which leaves a checkpoint, and these cases."""
+    cases = {"pretrain": {"max_iters": 20, "checkpoint": {"at_end": True}}, **training}
+    return expand_study(small_study(training={"cases": cases}), "f.yaml", 1)
+
+
+EVALUATE = {"continues": "training/pretrain", "evaluation": {"only": True}}
+
+
+def test_a_run_continues_another():
+    found = continuing(evaluate=EVALUATE, more={"continues": "training/pretrain", "max_iters": 30})
+    assert found.runs["training/evaluate"].continues == "training/pretrain"
+    assert found.runs["training/more"].max_iters == 30
+
+
+@pytest.mark.parametrize(
+    ("cases", "complaint"),
+    [
+        (
+            {"evaluate": {**EVALUATE, "continues": "training/none"}},
+            "found 'training/none'; runs of this study that leave",
+        ),
+        ({"evaluate": {**EVALUATE, "continues": "none"}}, "continues: found 'none'"),
+        ({"evaluate": {**EVALUATE, "seq_len": 16}}, "training/pretrain differs in seq_len"),
+        ({"more": {"continues": "training/pretrain", "max_iters": 20}}, "leaves none to do"),
+        ({"more": {"continues": "training/more"}}, "cannot start from its own checkpoint"),
+        (
+            {
+                "one": {"continues": "training/two", "max_iters": 30, "checkpoint": {"at_end": True}},
+                "two": {"continues": "training/one", "max_iters": 40, "checkpoint": {"at_end": True}},
+            },
+            "training/one -> training/two -> training/one is a circle",
+        ),
+        ({"bare": {}, "evaluate": {**EVALUATE, "continues": "training/bare"}}, "training/bare leaves no checkpoint"),
+    ],
+)
+def test_a_continuation_that_cannot_be_is_refused(cases, complaint):
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        continuing(**cases)
+
+
+def test_what_continues_a_run_that_is_left_out_is_left_out_too():
+    cases = {"pretrain": {"world_size": 2, "max_iters": 20, "checkpoint": {"at_end": True}}}
+    cases |= {
+        "evaluate": EVALUATE,
+        "again": {**EVALUATE, "continues": "training/evaluate", "checkpoint": {"at_end": True}},
+    }
+    cases["evaluate"] = {**EVALUATE, "checkpoint": {"at_end": True}}
+    study = expand_study(small_study(training={"cases": cases}), "f.yaml", 1)
+    assert set(study.skipped) == {"training/pretrain", "training/evaluate", "training/again"}
+    assert study.skipped["training/again"] == "continues training/evaluate, which is left out"

@@ -215,7 +215,7 @@ def test_a_value_in_a_name_is_the_value_of_the_run(name):
 
 # What two cases of an effect may differ in beside what its name says: how long they run, and what they are called.
 BESIDE = {"name", "max_iters", "repeat", "requires", "contrast_attention", "global_batch_size"}
-BESIDE |= {"measurement.gradient_interval"}
+BESIDE |= {"measurement.gradient_interval", "measurement.profile"}
 
 
 def differing(study, effect):

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from workflow.project import PARTS, Project
 
+from mfubench.profiling.breakdown import break_down
+from mfubench.profiling.trace_file import read_trace
 from mfubench.run_log import read_run_log
 
 AGGREGATES = {"declare_study", "tabulate_runs", "write_report", "audit_study"}
@@ -17,6 +19,36 @@ def rules_of(jobs):
 
 def is_analysis(rule):
     return rule in AGGREGATES or rule.startswith("plot_")
+
+
+def test_a_profiled_step_is_among_the_results(finished):
+    trace = read_trace(finished.results / "traces" / "baseline" / "plain.json.gz")
+    found = break_down(trace)
+    assert found is not None and found.ranks[0].parts["matmul"] > 0
+    assert "baseline/plain" in (finished.results / "tables" / "profiles.csv").read_text()
+    assert "The next optimisation of" in (finished.results / "report.html").read_text()
+
+
+def test_a_lost_trace_is_taken_from_the_work_folder_again(project):
+    (project.results / "traces" / "baseline" / "plain.json.gz").unlink()
+    assert [job for job in project.stale() if not is_analysis(job.split()[0])] == [
+        "keep_trace results/minimal/traces/baseline/plain.json.gz"
+    ]
+
+
+def test_an_evaluation_starts_from_the_trainings_checkpoint_and_is_stale_with_it(project):
+    log = read_run_log(project.results / "runs" / "training" / "evaluate.json")
+    before = read_run_log(project.results / "runs" / "training" / "pretrain.json")
+    assert log.status == "ok" and log.steps == [] and [resume.step for resume in log.resumes] == [4]
+    assert log.evaluations[-1].loss == before.evaluations[-1].loss
+    project.edit("study.yaml", "pretrain: {max_iters: 4,", "pretrain: {max_iters: 5,")
+    runs = [job for job in project.stale() if job.startswith("run_")]
+    assert runs == [f"run_training results/minimal/runs/training/{case}.json" for case in ("evaluate", "pretrain")]
+
+
+def test_a_study_that_continues_an_unknown_run_stops_before_the_first_job(project):
+    project.edit("study.yaml", "continues: training/pretrain", "continues: training/none")
+    assert "training/evaluate: continues: found 'training/none'" in project.snakemake("-n", check=False)
 
 
 def test_after_a_full_run_nothing_is_to_be_done(finished):
@@ -39,7 +71,12 @@ def test_one_call_after_a_change_leaves_nothing_stale(project):
 
 def test_a_training_with_another_value_starts_anew(project):
     """Its earlier checkpoint is of another run."""
-    project.edit("study.yaml", "cases: {pretrain: {max_iters: 4,", "cases: {pretrain: {seed: 7, max_iters: 4,")
+    project.edit("study.yaml", "pretrain: {max_iters: 4,", "pretrain: {seed: 7, max_iters: 4,")
+    project.edit(
+        "study.yaml",
+        "      evaluate: {continues: training/pretrain,",
+        "      evaluate: {seed: 7, continues: training/pretrain,",
+    )
     project.snakemake("training")
     log = read_run_log(project.results / "runs" / "training" / "pretrain.json")
     assert log.config.seed == 7 and len(log.steps) == 4 and not log.resumes

@@ -16,6 +16,7 @@ Verdict = Literal["faster", "slower", "no difference", "no contrast", "not measu
 # What two repeats of one case may differ in. Everything else of a run may change its speed.
 OUTSIDE_SPEED = (
     *("name", "repeat", "seed", "requires", "contrast_attention", "max_iters", "sample_tokens", "global_batch_size"),
+    "continues",
     *("evaluation", "checkpoint", "measurement", "optimizer", "memory_cap_gib"),
 )
 

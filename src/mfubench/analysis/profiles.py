@@ -85,7 +85,7 @@ class Profiled:
 
 
 def profiled_cases(study: Study, measures: Mapping[str, Measures]) -> tuple[list[Profiled], dict[str, str]]:
-    """Cases with a trace, fastest first; and of those whose trace holds no step, why."""
+    """Cases with a trace, fastest over all GPUs first; and of those whose trace holds no step, why."""
     found: list[Profiled] = []
     missing: dict[str, str] = {}
     for case, path in study.traces.items():
@@ -98,7 +98,7 @@ def profiled_cases(study: Study, measures: Mapping[str, Measures]) -> tuple[list
             missing[case] = trace.reason or "the run has no measured step to compare with"
             continue
         found.append(judge_profile(case, judged, breakdown, study))
-    return sorted(found, key=lambda profiled: -profiled.tokens_per_s), missing
+    return sorted(found, key=lambda profiled: -(profiled.judged.tokens_per_s or 0.0)), missing
 
 
 def judge_profile(case: str, judged: Measures, breakdown: Breakdown, study: Study) -> Profiled:

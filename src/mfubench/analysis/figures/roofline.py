@@ -92,7 +92,7 @@ def draw_points(axes: Axes, points: list[Point], profiled: Profiled, theme: Them
         edge = max(p.intensity for p in group) * 2.2 if side == "left" else min(p.intensity for p in group) / 2.0
         # labels of the compute-bound groups hang below the highest, where no roof is
         order = sorted(group, key=lambda point: -point.tflops)
-        highest = order[0].tflops * (1.0 if side == "left" else 0.6)
+        highest = order[0].tflops * (1.0 if side == "left" else 0.18)
         for point, y in zip(order, fan_out([min(p.tflops, highest) for p in order]), strict=True):
             color, share = colors[point.kind], point.time_s / profiled.rank.step_s
             axes.plot([point.intensity, edge], [point.tflops, y], color=theme.muted, linewidth=0.6, zorder=2)

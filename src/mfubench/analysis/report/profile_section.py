@@ -23,6 +23,33 @@ HOW_TO = (
     "in the `base` of a stage: `measurement: {profile: timeline}`; the run is then measured again."
 )
 
+NO_CEILINGS = (
+    " The machine's ceilings were not measured, so only gaps, copies and communication have a best time: "
+    "`snakemake --cores all analysis` measures them."
+)
+
+# What to try when a part has the most to win.
+ON_GPU = {
+    "matmul": "a larger micro-batch, sizes divisible by 128, or `fp8`",
+    "attention": "another backend (`attention`)",
+    "norm": "`kernels: {norm: fused}`",
+    "rope": "`kernels: {rope: fused}`",
+    "activation": "`kernels: {swiglu: fused}`",
+    "accumulation": "`kernels: {weight_gradient: accumulate}`",
+    "optimizer": "`kernels: {adamw: fused}`, or a sharded optimizer (`parallelism: zero1`)",
+    "elementwise": "`compile: block`, which fuses it",
+    "loss": "another form of the loss (`loss`)",
+    "communication": "more accumulation, or another `parallelism`",
+    "host": "`compile: block` and `cuda_graphs: true`",
+    "queue": "`cuda_graphs: true`",
+    "data": "`loader: {kind: dataloader}` with more workers",
+}
+ON_CPU = {
+    "elementwise": "`compile: block`, which fuses it",
+    "host": "`compile: block`, or a larger micro-batch",
+    "data": ON_GPU["data"],
+}
+
 
 def profile_section(found: Findings) -> Section:
     profiles, missing = found.profiles
@@ -68,18 +95,24 @@ def headline_blocks(found: Findings, profiled: Profiled) -> list[Block]:
 
 def next_sentence(found: Findings, profiled: Profiled) -> str:
     row = profiled.next_row
+    unknown = "" if "matmul" in profiled.ideals.seconds else NO_CEILINGS
     if row is None or row.ideal_s is None:
-        return (
-            f"`{profiled.case}`: the machine's ceilings were not measured, so nothing says what each part of a step "
-            "takes at best: run `snakemake --cores all analysis`."
-        )
+        return f"`{profiled.case}`: no part of its step takes longer than it must.{unknown}"
     now, then = profiled.tokens_per_s, profiled.rate_without(row.excess_s)
     at_best = f"{format_seconds(row.ideal_s)} at best here ({row.ideal})" if row.ideal_s > 0 else "nothing at best"
     return (
         f"**The next optimisation of `{profiled.case}` is: {row.label}.** It takes {format_seconds(row.time_s)} of a "
         f"step of {format_seconds(profiled.rank.step_s)}, and {at_best}. Without the difference the rate would be "
         f"{format_rate(then)} instead of {format_rate(now)} {per_gpu(found)} ({format_signed_percent(then / now - 1)})."
+        f"{remedy(found, row)}{unknown}"
     )
+
+
+def remedy(found: Findings, row: Row) -> str:
+    """What to try, where a setting of this project is made for it."""
+    on_cpu = per_gpu(found).endswith("process")
+    words = (ON_CPU if on_cpu else ON_GPU).get(row.key)
+    return f" To try: {words}." if words else ""
 
 
 def parts_table(found: Findings, profiled: Profiled) -> Table:
@@ -154,7 +187,7 @@ def communication_words(profiled: Profiled) -> str:
 def cases_table(profiles: list[Profiled]) -> Table:
     """All profiled cases side by side, in shares of their steps."""
     columns = ["case|", "step", "matmul", "attention", "elementwise", "loss", "optimizer", "communication, exposed"]
-    columns += ["hidden", "gaps", "data", "longest wait for a rank", "overhead of the profile"]
+    columns += ["hidden", "gaps", "data", "rank wait", "overhead"]
     rows = []
     for profiled in profiles:
         rank = profiled.rank
@@ -168,7 +201,11 @@ def cases_table(profiles: list[Profiled]) -> Table:
         rows.append(
             [f"`{profiled.case}`", format_milliseconds(rank.step_s), *map(format_percent, shares), wait, overhead]
         )
-    return Table(columns, rows, "All profiled cases, fastest first: shares of the step of the slowest rank")
+    caption = (
+        "All profiled cases, fastest first: shares of the step of the slowest rank. Rank wait: the longest that a rank "
+        "waits for it in collectives; overhead: profiled step over measured median"
+    )
+    return Table(columns, rows, caption)
 
 
 def folded_blocks(found: Findings, profiles: list[Profiled]) -> list[Block]:

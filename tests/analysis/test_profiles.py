@@ -1,0 +1,147 @@
+"""A profiled step judged: ideal times by hand, parts that add up, what is worth doing next."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from analysis.example_study import PROFILED
+from factories import make_run_config
+
+from mfubench.analysis.figures.waterfall import bars_of
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.ideal import memory_traffic
+from mfubench.analysis.profiles import Profiled, fold_unnamed, rows_of
+from mfubench.analysis.report.profile_section import next_sentence, profile_section
+from mfubench.analysis.roofline import Point, points_of
+from mfubench.analysis.tables import profiles_table
+from mfubench.profiling.trace_file import trace_of_reason, write_trace
+from mfubench.step_model import elementwise_bytes, elementwise_bytes_by_group, micro_step_matmuls
+
+
+@pytest.fixture(scope="module")
+def found(gpu_study: Path) -> Findings:
+    return Findings.of(gpu_study)
+
+
+@pytest.fixture(scope="module")
+def profiled(found: Findings) -> Profiled:
+    return found.profiles[0][0]
+
+
+def words_of(study: Path, partial: bool = False) -> str:
+    """All that the section says."""
+    words: list[str] = []
+    for block in profile_section(Findings.of(study, partial=partial)).blocks:
+        words += [block.text] if block.kind in ("text", "notice") else []
+        words += [block.caption] if block.kind == "table" else []
+    return "\n".join(words)
+
+
+def test_profiled_cases_come_fastest_first(found: Findings):
+    profiles, missing = found.profiles
+    assert [one.case for one in profiles] == ["tiers/tier3", "scaling/2.1-plain-gpus8", "baseline/1.2-compile"]
+    assert sorted(one.case for one in profiles) == sorted(PROFILED) and missing == {}
+
+
+def test_the_parts_add_up_to_the_profiled_step(profiled: Profiled):
+    assert sum(row.time_s for row in profiled.rows) == pytest.approx(profiled.rank.step_s, rel=1e-9)
+    assert sum(bar.time_s for bar in bars_of(profiled)) == pytest.approx(profiled.rank.step_s, rel=1e-9)
+
+
+def test_ideal_times_by_hand(profiled: Profiled):
+    """llama2-1.36b, micro-batch 24, accumulation 8, 2,048 tokens: 393,216 tokens a step and GPU."""
+    tokens, matmul_parameters = 24 * 8 * 2048, 1_294_159_104 - 32_000 * 2304 - 37 * 2304
+    seconds = profiled.ideals.seconds
+    assert profiled.ideals.peak_matmul_s == pytest.approx(6 * matmul_parameters * tokens / 989.4e12)
+    attention_flops = tokens * 6 * 18 * 2304 * 2048
+    assert profiled.ideals.peak_attention_s == pytest.approx(attention_flops / 989.4e12)
+    assert seconds["attention"] == pytest.approx(attention_flops / 341e12)
+    rate = 4 / (1 / 741 + 1 / 752 + 1 / 694 + 1 / 702) * 1e12  # four shapes of the same FLOPs
+    assert seconds["matmul"] == pytest.approx(6 * matmul_parameters * tokens / rate)
+    # activation, 2 bytes: forward reads gate and up and writes one, backward reads and writes twice that
+    assert seconds["activation"] == pytest.approx(18 * tokens * 2 * 9 * 6144 / 2960e9)
+    assert seconds["communication"] == seconds["queue"] == 0
+    assert profiled.ideals.collectives_s == pytest.approx(2 * 7 / 8 * 4 * 1_294_159_104 / 447e9)
+
+
+def test_groups_of_elementwise_bytes_are_all_of_them():
+    config = make_run_config(model=make_run_config().model, activation_checkpointing="full")
+    assert sum(elementwise_bytes_by_group(config).values()) == elementwise_bytes(config)
+    assert memory_traffic(config)["norm"] == 4 * elementwise_bytes_by_group(config)["norm"]
+
+
+def test_the_part_with_the_most_to_win_is_named(found: Findings, profiled: Profiled):
+    row = profiled.next_row
+    assert row is not None and row.excess_s == max(other.excess_s for other in profiled.rows)
+    sentence = next_sentence(found, profiled)
+    assert f"**The next optimisation of `tiers/tier3` is: {row.label}.**" in sentence
+    assert "To try: `cuda_graphs: true`." in sentence
+    gain = profiled.rate_without(row.excess_s) / profiled.tokens_per_s
+    assert gain == pytest.approx(profiled.measured_step_s / (profiled.measured_step_s - row.excess_s))
+
+
+def test_unnamed_elementwise_work_makes_one_row(profiled: Profiled):
+    """Named rows say nothing where a good part of the work could belong to any of them."""
+    parts = {**profiled.rank.parts, "elementwise": 0.6}
+    rows = rows_of(replace(profiled.rank, parts=parts), profiled.ideals, "cuda")
+    keys = [row.key for row in rows]
+    assert "elementwise" in keys and not {"norm", "rope", "activation", "optimizer"} & set(keys)
+    assert sum(row.time_s for row in rows) == pytest.approx(sum(parts.values()))
+    folded = next(row for row in rows if row.key == "elementwise")
+    known = ("norm", "rope", "activation", "embedding", "loss", "accumulation", "optimizer")
+    assert folded.ideal_s == pytest.approx(sum(profiled.ideals.seconds[key] for key in known))
+    assert fold_unnamed(profiled.rows, profiled.ideals) == profiled.rows
+
+
+def test_roofline_points_by_projection_where_shapes_are_known(profiled: Profiled):
+    (matmuls, attention, *memory) = points_of(profiled)
+    assert (matmuls.label, attention.label) == ("matmuls", "attention")
+    assert {point.kind for point in memory} == {"memory"}
+    config = profiled.judged.log.config
+    shapes = {(one.rows, one.inner, one.columns): (one.count, 0.001 * one.count) for one in micro_step_matmuls(config)}
+    total = sum(seconds for _, seconds in shapes.values())
+    rank = replace(profiled.rank, matmuls=shapes, parts={**profiled.rank.parts, "matmul": total})
+    labels = [point.label for point in points_of(replace(profiled, rank=rank)) if point.kind == "matmul"]
+    assert "matmul: head" in labels and len(labels) >= 3
+
+
+def test_a_point_of_the_roofline():
+    point = Point("x", "memory", flops=2e12, bytes=1e12, time_s=0.5)
+    assert (point.intensity, point.tflops, point.gb_s) == (2.0, 4.0, 2000.0)
+
+
+def test_the_table_of_profiles(found: Findings, profiled: Profiled):
+    table = profiles_table(found.profiles[0])
+    assert set(table["case"]) == set(PROFILED)
+    own = table[table["case"] == "tiers/tier3"]
+    assert own["time_s"].sum() == pytest.approx(profiled.rank.step_s)
+
+
+def test_without_ceilings_the_report_says_how_to_get_them(changed_study: Path):
+    (changed_study / "ceilings.json").unlink()
+    assert "The machine's ceilings were not measured" in words_of(changed_study)
+
+
+def test_without_a_profile_the_report_says_how_to_get_one(cpu_study: Path, changed_study: Path):
+    for study in (cpu_study, changed_study):
+        if study == changed_study:
+            shutil.rmtree(study / "traces")
+        words = words_of(study, partial=True)
+        assert "No case of this study has a profile" in words and "measurement: {profile: timeline}" in words
+
+
+def test_a_profile_that_was_not_to_be_had_is_told(changed_study: Path):
+    path = changed_study / "traces" / "tiers" / "tier3.json.gz"
+    write_trace(path, trace_of_reason("tiers/tier3", "the profiler saw no kernel on the GPU"))
+    assert Findings.of(changed_study).profiles[1] == {"tiers/tier3": "the profiler saw no kernel on the GPU"}
+    assert "Profiles that are not to be had" in words_of(changed_study)
+
+
+def test_the_section_names_ranks_streams_and_the_trace(gpu_study: Path):
+    words = words_of(gpu_study)
+    assert "Rank 1 comes last to the collectives; rank 0 waits longest for it" in words
+    assert "hidden behind compute" in words and "traces/tiers/tier3.json.gz" in words
+    assert "Matmuls: " in words and "backward" in words
