@@ -11,6 +11,10 @@ if "study" not in config:
 report: "workflow/report/workflow.rst"
 
 
+# For --sdm apptainer; built with `apptainer build mfubench.sif envs/mfubench.def`.
+container: "mfubench.sif"
+
+
 include: "rules/study.smk"
 include: "rules/digests.smk"
 include: "rules/names.smk"
@@ -129,6 +133,7 @@ onerror:
 
 
 onsuccess:
+    shutil.rmtree(f"{RESULTS}/partial", ignore_errors=True)  # of a call that failed
     if Path(RESULTS, "report.html").exists():
         print(
             f"\nReport: {RESULTS}/report.html   table: {RESULTS}/tables/runs.csv   audit: {RESULTS}/audit.json"

@@ -15,5 +15,7 @@ def check_queue():
 
 
 def show_what_exists():
-    """After a failure: what is there, what failed and why."""
-    shell("mfubench report {RESULTS} --partial || true")
+    """After a failure: what is there, what failed and why. In a folder of its own, since rules own the study's report."""
+    shell(
+        "mfubench report {RESULTS} --partial --output {RESULTS}/partial/report.html || true"
+    )

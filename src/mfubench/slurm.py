@@ -54,6 +54,8 @@ def run_step(nodes: int, command: Sequence[str]) -> int:
     tries again for a while, it would meet the next start of a job that is put back into the queue. An interrupt from a
     terminal becomes a SIGTERM to the tasks: srun would answer it by killing them.
     """
+    if shutil.which("srun") is None:
+        raise ConfigError("this job is to start on its nodes with srun, which is not to be found (in a container, say)")
     srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none"]
     if nodes > 1:
         srun += ["--kill-on-bad-exit=1", "--label"]

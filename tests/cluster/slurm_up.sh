@@ -26,7 +26,10 @@ unavailable() { echo "no SLURM can be had here: $*" >&2; exit 77; }
 
 # alive NAME PIDFILE: that process exists, by that name, and is no zombie
 alive() {
-  [ -s "$2" ] && [ "$(ps -o comm= -o state= -p "$(cat "$2")" | awk '$2 != "Z" {print $1}')" = "$1" ]
+  local pid comm="" state=""
+  pid=$(cat "$2" 2>/dev/null) || return 1 # a daemon that ends removes the file itself
+  [ -n "$pid" ] && read -r comm state < <(ps -o comm= -o state= -p "$pid") && [ "$comm $state" != "$1 Z" ] &&
+    [ "$comm" = "$1" ]
 }
 
 end() { # NAME PIDFILE

@@ -194,8 +194,21 @@ def test_with_room_to_write_the_same_call_completes(story):
     story.edit("study.yaml", ", more: {seed: 5}", "")
 
 
+def test_what_can_finish_does_and_the_partial_report_shows_the_rest(story):
+    broken = "broken: {model: {vocab_size: 300}}, more: {seed: 6}"
+    story.edit("study.yaml", "large: {micro_batch_size: 4}", f"large: {{micro_batch_size: 4}}, {broken}")
+    output = story.snakemake(check=False)
+    assert "Error in rule run_baseline" in output
+    assert json.loads((story.folder / RESULTS / "runs/baseline/more.json").read_text())["status"] == "ok"
+    assert not (story.folder / RESULTS / "runs/baseline/broken.json").exists()
+    html = (story.folder / RESULTS / "partial" / "report.html").read_text()
+    assert "baseline/broken" in html and "baseline/more" in html
+    story.edit("study.yaml", f", {broken}", "")
+
+
 def test_after_all_that_one_call_makes_the_study_whole(story):
     output = story.snakemake()
     assert "run_tiers" not in output and "run_scaling" not in output and "run_ablations" not in output
     assert "Nothing to be done" in story.snakemake("-n")
+    assert not (story.folder / RESULTS / "partial").exists()
     assert json.loads((story.folder / RESULTS / "audit.json").read_text())
