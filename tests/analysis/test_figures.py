@@ -108,6 +108,26 @@ def test_memory_names_the_limit(gpu: Findings):
     assert "all of it: 79.2 GiB" in shown and "largest 30, out of memory at 31" in shown
 
 
+def test_the_waterfall_falls_from_the_peak_to_the_measured_step(gpu: Findings):
+    shown = texts(gpu, "waterfall")
+    assert "FLOPs of the model at the peak" in shown and "MFU 100.0 %" in shown
+    assert "matmuls: this card's ceiling" in shown and "attention: above the ceiling" in shown
+    assert "MFU: causal, of 989.4 TFLOP/s bf16 (datasheet, dense)" in shown and "n = 76" in shown
+    assert "tiers/tier3, world size 8, rank 1" in shown and "% causal" in shown
+
+
+def test_the_roofline_has_both_roofs_and_every_group(gpu: Findings):
+    shown = texts(gpu, "roofline")
+    assert "datasheet: 989.4 TFLOP/s, 3,352 GB/s" in shown and "measured: 731 TFLOP/s, 2,960 GB/s" in shown
+    for group in ("matmuls", "attention", "activation", "RoPE and head layout", "gradient accumulation"):
+        assert f"{group}, " in shown
+
+
+@pytest.mark.parametrize("name", ["waterfall", "roofline"])
+def test_without_a_profile_a_figure_says_how_to_get_one(cpu: Findings, name: str):
+    assert "profile: timeline" in texts(cpu, name)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_figure_has_its_script(name: str):
     source = (SCRIPTS / f"plot_{name}.py").read_text(encoding="utf-8")

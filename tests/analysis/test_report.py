@@ -13,7 +13,7 @@ from mfubench.analysis.report import main, write_report
 from mfubench.analysis.report.render import inline_html, markdown_cell
 from mfubench.run_log import write_json, write_run_log
 
-pytestmark = pytest.mark.slow  # each report draws seven figures twice
+pytestmark = pytest.mark.slow  # each report draws nine figures twice
 
 ORDER = [
     "Which settings to train with",
@@ -24,6 +24,7 @@ ORDER = [
     "Memory",
     "Loss and gradients",
     "MFU over time",
+    "Where the rest went",
     "Skipped arms and fallbacks",
     "What a whole training would take",
     "All runs",
@@ -31,7 +32,7 @@ ORDER = [
     "The audit's verdict",
     "How to read the numbers",
 ]
-FIGURES = 7
+FIGURES = 9
 
 
 class Page(HTMLParser):

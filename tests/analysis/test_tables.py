@@ -21,7 +21,7 @@ def tables(gpu_study: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 def test_all_tables_are_written(tables: dict[str, pd.DataFrame]):
-    assert set(tables) == {"runs", "expectations", "effects", "scaling", "memory"}
+    assert set(tables) == {"runs", "expectations", "effects", "scaling", "memory", "profiles"}
 
 
 def test_one_row_a_case_with_and_without_figures(tables: dict[str, pd.DataFrame]):

@@ -23,7 +23,7 @@ from profiling.kineto import (
 )
 
 from mfubench.profiling.breakdown import break_down, break_down_rank
-from mfubench.profiling.chrome_trace import CutStep, cut_step
+from mfubench.profiling.chrome_trace import CutStep, cut_step, matmul_shape
 from mfubench.profiling.trace_file import make_trace, trace_of_reason
 
 
@@ -58,6 +58,19 @@ def test_passes_come_from_the_operators_and_shapes_from_the_matmul():
     found = break_down_rank(cut(one_step()))
     assert found.directions["matmul"] == pytest.approx({"forward": 300e-6, "backward": 200e-6})
     assert found.matmuls == {(4096, 2048, 6144): (1, pytest.approx(300e-6))}
+
+
+@pytest.mark.parametrize(
+    ("operator", "sizes"),
+    [
+        ("aten::mm", [[8, 4], [4, 16]]),
+        ("aten::mm", [[8, 4], [4, 16], [8, 16]]),  # with a place for the result
+        ("aten::addmm", [[16], [8, 4], [4, 16], [], []]),  # a bias
+        ("aten::addmm", [[8, 16], [8, 4], [4, 16], [], [], [8, 16]]),  # adds to a matrix, in place
+    ],
+)
+def test_a_matmuls_shape_is_that_of_its_factors(operator: str, sizes: list[list[int]]):
+    assert matmul_shape([{"name": operator, "args": {"Input Dims": sizes}}]) == (8, 4, 16)
 
 
 def test_kernels_are_counted_by_name():

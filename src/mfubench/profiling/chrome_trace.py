@@ -140,7 +140,8 @@ def matmul_shape(operators: list[Event]) -> tuple[int, int, int] | None:
     for event in reversed(operators):
         if event["name"] in MATMUL_OPERATORS:
             matrices = [size for size in event.get("args", {}).get("Input Dims", []) if len(size) == 2]
-            factors = matrices[-2:] if event["name"] == "aten::addmm" else matrices[:2]
+            # addmm adds to a vector or a matrix; what it writes to may stand last
+            factors = matrices[1:3] if event["name"] == "aten::addmm" and len(matrices) > 2 else matrices[:2]
             if len(factors) == 2 and factors[0][1] == factors[1][0]:
                 return factors[0][0], factors[0][1], factors[1][1]
     return None

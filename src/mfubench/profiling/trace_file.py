@@ -25,7 +25,7 @@ from mfubench.profiling.chrome_trace import (
 from mfubench.run_log import write_bytes_atomically
 
 SCHEMA_VERSION: Final = 1
-SIZE_LIMIT_MIB: Final = 32  # of the file; a step of 8 GPUs with 10,000 kernels each takes about 10
+SIZE_LIMIT_MIB: Final = 16  # of the file; a step of 8 GPUs with 12,000 kernels each takes about 5
 OWN_ARGUMENTS = ("launched", "host", "pass", "shape")
 # What is left out, in turn, until the file is small enough. A CPU's operators are its trace and stay.
 REDUCTIONS = ("nothing", "operators of the host", "and its launches", "and all ranks but the first")

@@ -77,6 +77,7 @@ def profile_steps(training: Training, take_step: StepFunction, batches: Batches)
                 take_step(inputs, labels)
                 with record_function(DATA_MARK):
                     batches.prefetch()
+        training.engine.settle()
         training.recorder.clock.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "trace.json"
