@@ -20,7 +20,8 @@ def dataset_and_gate(name, run):
     gate = STUDY.smoke_case(run.model.name)
     if gate is not None and run.stage != "smoke":
         needed.append(ancient(gate_file(gate)) if is_current(name) else gate_file(gate))
-    if run.continues is not None:  # its run JSON stands for its checkpoint, which is left before it
+    if run.continues is not None:
+        # its run JSON stands for its checkpoint, which is left before it
         needed.append(run_file(run.continues))
     return needed
 
