@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -46,10 +45,8 @@ def test_a_killed_holder_frees_its_cards():
         pass
     holder.kill()
     holder.wait()
-    start = time.monotonic()
-    with lease_cards(1, ["0"], 5.0) as cards:
+    with lease_cards(1, ["0"], 5.0) as cards:  # the holder would have had it for a minute
         assert cards == ["0"]
-    assert time.monotonic() - start < 2
 
 
 def test_visible_cards_follow_the_environment(monkeypatch):

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # A SLURM of two nodes on one Debian machine, for tests: slurmctld, two slurmd, munge; every node claims GPUs that are
-# device files without a device. No systemd, no control groups, no accounting. Run it again to repair what has died.
+# device files without a device. No systemd, no control groups (memory is enforced by looking), no accounting. Run it
+# again to repair what has died.
 #
 #   slurm_up.sh         install what is missing, start, wait until both nodes are idle
 #   slurm_up.sh stop    end what this script started
@@ -106,7 +107,9 @@ KillWait=10
 MinJobAge=3600
 JobRequeue=1
 AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/none
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=task=3
+JobAcctGatherParams=OverMemoryKill
 $lines
 PartitionName=gpu Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO
 PartitionName=cpu Nodes=ALL MaxTime=INFINITE OverSubscribe=NO

@@ -46,6 +46,19 @@ def test_only_the_training_is_stale(long_training):
     assert long_training.slurm("-n", TRAINING).count("\nrule ") == 1
 
 
+def test_a_job_that_takes_more_memory_than_it_asked_for_fails_and_goes_on_with_more(long_training):
+    def ask_for(megabytes):
+        long_training.edit_study(lambda study: study["machine"]["slurm"].update(mem_mb_per_gpu=megabytes))
+
+    ask_for(100)  # two ranks with torch take several times as much
+    output = long_training.slurm(TRAINING, check=False)
+    (number,) = submitted(output)
+    assert f"SLURM-job '{number}' failed" in output and job(number)["JobState"] in ("FAILED", "OUT_OF_MEMORY")
+    assert not (long_training.folder / TRAINING).exists()
+    ask_for(1500)
+    assert long_training.slurm("-n", TRAINING).count("\nrule ") == 1  # the next test goes on with it
+
+
 def test_scancel(long_training):
     process, number = start_training(long_training)
     ask("scancel", number)

@@ -154,7 +154,7 @@ def test_a_clock_that_is_set_changes_no_duration(jump_s, data, tmp_path):
     t0 = time.monotonic()
     planted = {"script": "planted.py", "PLANT": "clock", "PLANT_STEP": "5", "PLANT_JUMP_S": str(jump_s)}
     log = run(tiny_config(), data, tmp_path, **planted)
-    elapsed_s = time.monotonic() - t0
+    elapsed_s = time.monotonic() - t0 + 2  # a process's start is known to the second
     assert log.status == "ok" and len(log.steps) == 20
     assert log.wall is not None and 0 < log.wall.training_s <= log.wall.total_s < elapsed_s
     assert all(0 < step.step_time_s < elapsed_s for step in log.steps)
@@ -180,7 +180,7 @@ def test_a_disk_that_fills_is_said_and_the_run_goes_on_once_there_is_room(small_
     config = tiny_config(checkpoint={"interval": 5})
     planted = {"script": "planted.py", "PLANT": "full", "PLANT_STEP": "7", "PLANT_DISK": str(small_disk)}
     code, stderr = finish_run(start_run(config, data, work, **planted))
-    assert code == 1 and f"error: rank 0: no room is left on the disk of {work}" in stderr
+    assert code == 1 and f"no room is left on the disk of {work}: make some and start again" in stderr
     assert not (work / "run.json").exists()
     assert [path.name for path in (work / "checkpoints").glob("step-*")] == ["step-000005"]
     (small_disk / "somebody-elses").unlink()

@@ -70,7 +70,7 @@ def test_phases_stand_apart_and_times_reconcile_with_the_wall_clock(everything):
     assert [evaluation.step for evaluation in log.evaluations] == [0, 6, 12, 18, 20]
     assert [phase.after_step for phase in log.phases if phase.kind == "checkpoint"] == [10, 20]
     preheat = next(phase for phase in log.phases if phase.kind == "preheat")
-    assert 0.2 <= preheat.time_s < 2
+    assert preheat.time_s >= 0.2
     inside = [phase for phase in log.phases if phase.kind not in ("setup", "sample") and phase.after_step > 0]
     steps_s = sum(step.step_time_s for step in log.steps)
     accounted = steps_s + sum(phase.time_s for phase in inside)
