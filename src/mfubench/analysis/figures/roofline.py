@@ -91,17 +91,16 @@ def draw_points(axes: Axes, points: list[Point], profiled: Profiled, theme: Them
             continue
         edge = max(p.intensity for p in group) * 2.2 if side == "left" else min(p.intensity for p in group) / 2.0
         # labels of the compute-bound groups hang below the highest, where no roof is
-        order = sorted(group, key=lambda point: -point.tflops)
-        highest = order[0].tflops * (1.0 if side == "left" else 0.18)
+        order = sorted(group, key=lambda point: -point.tflops if side == "left" else point.intensity)
+        highest = max(point.tflops for point in group) * (1.0 if side == "left" else 0.18)
         for point, y in zip(order, fan_out([min(p.tflops, highest) for p in order]), strict=True):
             color, share = colors[point.kind], point.time_s / profiled.rank.step_s
             axes.plot([point.intensity, edge], [point.tflops, y], color=theme.muted, linewidth=0.6, zorder=2)
             axes.plot(point.intensity, point.tflops, SHAPES[point.kind], color=color, markersize=8, zorder=3)
             axes.text(edge * (1.06 if side == "left" else 0.94), y, f"{point.label}, {100 * share:.1f} %", size=8,
                       ha=side, va="center")  # fmt: skip
-    lowest = min(point.tflops for point in points)
-    axes.set_ylim(lowest / 4, None)
-    axes.margins(y=0.25)
+    tops = [line.get_ydata()[-1] for line in axes.get_lines()]  # the roofs and the points
+    axes.set_ylim(min(point.tflops for point in points) / 4, 2 * float(max(tops)))
 
 
 def fan_out(values: list[float]) -> list[float]:

@@ -43,31 +43,29 @@ class Bar:
 
 
 def bars_of(profiled: Profiled) -> list[Bar]:
-    """The profiled step from the top. They add up to it, but for parts too small to see, which are one bar."""
+    """The profiled step from the top. They add up to it; parts too small to see are one bar at the end."""
     ideals = profiled.ideals
+    at_peak = {"matmul": ideals.peak_matmul_s, "attention": ideals.peak_attention_s} if ideals.peak_s else {}
     bars: list[Bar] = []
-    if ideals.peak_matmul_s is not None and ideals.peak_attention_s is not None:
-        bars.append(Bar("FLOPs of the model at the peak", ideals.peak_matmul_s + ideals.peak_attention_s, peak=True))
-    parts = {"matmul": ideals.peak_matmul_s or 0.0, "attention": ideals.peak_attention_s or 0.0}
-    small = 0.0
+    first_s = 0.0
     for row in profiled.rows:
-        at_peak = min(parts.get(row.key, 0.0), row.time_s)
-        ideal = row.ideal_s if row.ideal_s is not None else row.time_s
-        below = max(0.0, min(ideal, row.time_s) - at_peak)
-        excess = row.time_s - at_peak - below
-        if row.key in parts and ideals.peak_s is not None:
-            if row.ideal_s is not None and below > 0:
-                bars.append(Bar(f"{row.label}: this card's ceiling", below))
-                bars.append(Bar(f"{row.label}: above the ceiling", 0.0, excess))
-            else:
-                bars.append(Bar(f"{row.label}: below the peak", below, excess, known=row.ideal_s is not None))
-        elif row.time_s < SMALL * profiled.rank.step_s:
-            small += row.time_s
+        peak_s = min(at_peak.get(row.key) or 0.0, row.time_s)
+        first_s += peak_s
+        ideal_s = row.ideal_s if row.ideal_s is not None else row.time_s
+        below_s = max(0.0, min(ideal_s, row.time_s) - peak_s)
+        excess_s = row.time_s - peak_s - below_s
+        if row.key in at_peak and row.ideal_s is not None:
+            bars.append(Bar(f"{row.label}: this card's ceiling", below_s))
+            bars.append(Bar(f"{row.label}: above the ceiling", 0.0, excess_s))
+        elif row.key in at_peak:
+            bars.append(Bar(f"{row.label}: below the peak", below_s, known=False))
         else:
-            bars.append(Bar(row.label, below, excess, known=row.ideal_s is not None))
-    if small > 0:
-        bars.append(Bar("all that is smaller", small, known=False))
-    return bars
+            bars.append(Bar(row.label, below_s, excess_s, known=row.ideal_s is not None))
+    seen = [bar for bar in bars if bar.time_s >= SMALL * profiled.rank.step_s]
+    small_s = sum(bar.time_s for bar in bars if bar not in seen)
+    if first_s > 0:
+        seen.insert(0, Bar("FLOPs of the model at the peak", first_s, peak=True))
+    return [*seen, Bar("all that is smaller", small_s, known=False)] if small_s > 0 else seen
 
 
 def draw(found: Findings, theme: Theme) -> Figure:
@@ -120,9 +118,8 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], profiled: Profiled, theme: Theme)
     axes.set_xlim(0, 1.02 * right)
     axes.set_xlabel("milliseconds of the step")
     handles = [Patch(color=light, alpha=0.45), Patch(color=dark), Patch(color=theme.muted, alpha=0.45)]
-    above_the_last = 1.3 / (len(bars) + 1.2)
     axes.legend(handles, ["at best on this machine", "could be won", "no ideal known"], loc="lower left",
-                bbox_to_anchor=(0.0, above_the_last))  # fmt: skip
+                bbox_to_anchor=(0.0, 1.0), ncols=3)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -221,7 +221,7 @@ def kernels_block(profiled: Profiled) -> Folded:
     kernels = profiled.rank.kernels
     rows = [
         [shortened(kernel.name), kernel.category, str(kernel.count), format_milliseconds(kernel.total_s),
-         f"{1e6 * kernel.median_s:,.3g} µs"]
+         microseconds(kernel.median_s)]
         for kernel in kernels[:SHOWN_KERNELS]
     ]  # fmt: skip
     unknown = sum(kernel.total_s for kernel in kernels if kernel.category == "other")
@@ -231,6 +231,10 @@ def kernels_block(profiled: Profiled) -> Folded:
         f"{format_milliseconds(unknown)} in all"
     )
     return Folded(f"The longest {what}", [Table(["name|", "category|", "count", "total", "median"], rows, caption)])
+
+
+def microseconds(seconds: float) -> str:
+    return f"{1e6 * seconds:,.3g} µs" if seconds < 1e-3 else format_milliseconds(seconds)
 
 
 def shortened(name: str) -> str:
