@@ -63,8 +63,8 @@ class Runner:
                 record = Record("failed", reason=f"did not end within {LONGEST_RUN_S:.0f} s", job=job.identity)
                 record.write(job.output)
             results.append(record)
-        rates = [f"{r.rate:,.0f}" if r.rate else f"{r.status}: {r.reason}" for r in results]
-        print(f"{' and '.join(rates)} tokens/s/GPU ({results[0].wall_s:.0f} s)", flush=True)
+        words = [f"{r.rate:,.0f} tokens/s/GPU" if r.rate else f"{r.status}: {r.reason}" for r in results]
+        print(f"{' and '.join(words)} ({results[0].wall_s:.0f} s)", flush=True)
         return results
 
 

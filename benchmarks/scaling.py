@@ -33,6 +33,7 @@ from mfubench.run_log import write_text_atomically
 HERE = Path(__file__).parent
 DEFAULT_ARMS = ("mfubench:ddp", "mfubench:zero1", "mfubench:fsdp", "torchtitan:fsdp", "nanogpt:ddp")
 ALONE = "none"  # parallelism of the one-GPU jobs
+TRIAL = "trial"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Scaling:
         declared = self.runner.cases.systems[system]
         case = self.runner.cases.cases.get(setting.model)
         size = setting.micro_batch_size or (case.candidates(system)[0] if case else 8)
-        folder = plan.work / "scaling" / setting.label / f"{setting.cards}-cards" / f"{system}-{parallelism}" / name
+        cards = "trials" if name == TRIAL else f"{setting.cards}-cards"  # however many cards: they are one trial
+        folder = plan.work / "scaling" / setting.label / cards / f"{system}-{parallelism}" / name
         settings = dict(declared.settings)
         if plan.device == "cpu":
             settings["compile"] = "none" if declared.driver == "mfubench_engine" else False
@@ -148,7 +150,7 @@ class Scaling:
         return found
 
     def trial_job(self, system: str) -> Job:
-        job = self.job(system, ALONE, 1, "trial", None)
+        job = self.job(system, ALONE, 1, TRIAL, None)
         return dataclasses.replace(job, preheat_s=0.0, measure_s=self.runner.plan.trial_s, min_steps=3)
 
     def row(self, arm: str, job: Job, pairs: Sequence[tuple[list[Record], Record]]) -> dict[str, Any]:
