@@ -138,6 +138,8 @@ def test_a_profile_that_was_not_to_be_had_is_told(changed_study: Path):
     write_trace(path, trace_of_reason("tiers/tier3", "the profiler saw no kernel on the GPU"))
     assert Findings.of(changed_study).profiles[1] == {"tiers/tier3": "the profiler saw no kernel on the GPU"}
     assert "Profiles that are not to be had" in words_of(changed_study)
+    path.write_bytes(b"cut off")
+    assert "is no readable trace" in Findings.of(changed_study).profiles[1]["tiers/tier3"]
 
 
 def test_the_section_names_ranks_streams_and_the_trace(gpu_study: Path):

@@ -9,6 +9,7 @@ from train.train_runs import losses, run_here, run_many, tiny_config
 
 from mfubench.profiling.breakdown import Breakdown, break_down
 from mfubench.profiling.trace_file import read_trace
+from mfubench.train import timeline
 
 TIMELINE = {"profile": "timeline", "warmup_steps": 1}
 
@@ -57,6 +58,13 @@ def test_a_run_without_a_finished_step_says_why_there_is_no_profile(data, tmp_pa
     run_here(config, data, tmp_path)
     run_here(config, data, tmp_path)  # all steps are done
     assert "an earlier process had done all steps" in (read_trace(tmp_path / "trace.json.gz").reason or "")
+
+
+def test_a_profile_that_cannot_be_read_costs_the_trace_and_not_the_run(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(timeline, "cut_step", lambda trace, rank: trace["no such key"])
+    log = run_here(tiny_config(max_iters=3, measurement=TIMELINE), data, tmp_path)
+    assert log.status == "ok"
+    assert "rank 0: what the profiler wrote cannot be read (KeyError" in read_trace(tmp_path / "trace.json.gz").reason
 
 
 def test_a_step_that_is_too_long_to_keep_is_refused_before_it_runs():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from mfubench.analysis.ideal import Ideals, ideals_of
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.study import Study
+from mfubench.config import ConfigError
 from mfubench.profiling import categories as of
 from mfubench.profiling.breakdown import Breakdown, RankBreakdown, break_down
 from mfubench.profiling.trace_file import read_trace
@@ -92,7 +93,11 @@ def profiled_cases(study: Study, measures: Mapping[str, Measures]) -> tuple[list
         judged = measures.get(case)
         if judged is None:
             continue
-        trace = read_trace(path)
+        try:
+            trace = read_trace(path)
+        except ConfigError as error:  # a damaged trace costs its own section, not the report
+            missing[case] = str(error)
+            continue
         breakdown = break_down(trace)
         if breakdown is None or judged.step_time_s is None:
             missing[case] = trace.reason or "the run has no measured step to compare with"

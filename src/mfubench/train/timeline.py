@@ -47,9 +47,9 @@ def keep_timeline(training: Training, take_step: StepFunction, batches: Batches)
     else:
         with recorder.phase("profile", log.steps[-1].step + 1):
             training.watchdog.beat(START_FACTOR)
-            own = profile_steps(training, take_step, batches)
+            profiler = profile_steps(training, take_step, batches)
             training.watchdog.beat(START_FACTOR)
-            trace = gather_trace(log.name, own, process)
+            trace = gather_trace(log.name, exported_step(profiler, process.rank), process)
     if process.is_main:
         try:
             write_trace(training.paths.trace, trace)
@@ -58,8 +58,8 @@ def keep_timeline(training: Training, take_step: StepFunction, batches: Batches)
     process.barrier()
 
 
-def profile_steps(training: Training, take_step: StepFunction, batches: Batches) -> CutStep | None:
-    """This rank's last profiled step; None where the profiler saw none."""
+def profile_steps(training: Training, take_step: StepFunction, batches: Batches) -> profile:
+    """Take some steps under the profiler. Collective, as every step is."""
     quiet_profiler()
     process = training.process
     activities = [ProfilerActivity.CPU]
@@ -79,21 +79,28 @@ def profile_steps(training: Training, take_step: StepFunction, batches: Batches)
                     batches.prefetch()
         training.engine.settle()
         training.recorder.clock.synchronize()
+    return profiler
+
+
+def exported_step(profiler: profile, rank: int) -> CutStep | str:
+    """This rank's last profiled step, or why it cannot be had: that costs the trace, never the run."""
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(exported))
-        return cut_step(json.loads(exported.read_text(encoding="utf-8", errors="replace")), process.rank)
+        try:
+            profiler.export_chrome_trace(str(exported))
+            step = cut_step(json.loads(exported.read_text(encoding="utf-8", errors="replace")), rank)
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            return f"what the profiler wrote cannot be read ({type(error).__name__}: {error})"
+    return step if step is not None else "the profiler saw nothing"
 
 
-def gather_trace(name: str, own: CutStep | None, process: Process) -> Trace:
+def gather_trace(name: str, own: CutStep | str, process: Process) -> Trace:
     """All ranks' steps as one trace, or the reason why there is none. They travel packed: many and much alike."""
-    packed = gzip.compress(json.dumps(asdict(own)).encode(), compresslevel=3) if own else b""
+    packed = own if isinstance(own, str) else gzip.compress(json.dumps(asdict(own)).encode(), compresslevel=3)
     parts = process.gather(packed)
-    if not all(parts):
-        blind = ", ".join(str(rank) for rank, part in enumerate(parts) if not part)
-        return trace_of_reason(name, f"the profiler saw nothing on rank {blind}")
-    if not process.is_main:
-        return trace_of_reason(name, "kept by rank 0")
+    problems = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
+    if problems or not process.is_main:
+        return trace_of_reason(name, "; ".join(problems) or "kept by rank 0")
     ranks = []
     for part in parts:
         values = json.loads(gzip.decompress(part))
