@@ -65,6 +65,8 @@ def chunked_loss(
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     size = chunk_size(hidden.shape[0], hidden.element_size() * weight.shape[0])
     parts = main or ()
+    if main is not None:
+        weight = weight.detach()  # its gradient goes elsewhere
     return chunked_cross_entropy(hidden, weight, labels, size, gradients, compile_backend, *parts)[0]
 
 

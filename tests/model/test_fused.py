@@ -1,0 +1,239 @@
+"""The Triton kernels against the plain components: values and gradients, compiled, and captured in a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from model.small_models import GPT2, LLAMA, QWEN3, run_config, tokens
+from torch import Tensor
+from triton_devices import CUDA, DEVICES, INTERPRETED, needs_cuda, run_interpreted
+
+from mfubench.config import KernelsConfig, ModelConfig
+from mfubench.model import build_model
+from mfubench.model.components import rope_tables
+from mfubench.model.operations import LOADERS, PLAIN, Operations, largest_difference, resolve_operations
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Of the largest value: float32 differs in the order of additions, the others in the rounding of one or two results.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+PRODUCTION = {  # every shape of config/models.yaml that a kernel can see
+    "llama2-1.36b": {"vocab_size": 32000, "hidden_size": 2304, "intermediate_size": 6144, "num_attention_heads": 18},
+    "llama3-1.5b": {
+        **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 7168, "num_attention_heads": 16},
+        "num_key_value_heads": 8,
+    },
+    "qwen3-1.8b": {
+        **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16},
+        **{"num_key_value_heads": 8, "qk_norm": True},
+    },
+}
+
+
+def test_all_of_this_under_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def fused(kind: str) -> Operations:
+    return replace(PLAIN, **LOADERS[kind]())
+
+
+def compare(
+    run: Callable[..., tuple[Tensor, ...]], kind: str, inputs: list[Tensor], without: tuple[int, ...] = ()
+) -> None:
+    """run(operations, *inputs): outputs and gradients of the fused form against the plain one in float32.
+
+    without: outputs that nobody uses, so that no gradient arrives for them.
+    """
+    dtype = inputs[0].dtype
+    found, expected = (
+        outputs_and_gradients(run, operations, [x.to(exact) for x in inputs], without)
+        for operations, exact in ((fused(kind), dtype), (PLAIN, torch.float32))
+    )
+    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+        assert x.dtype == dtype and x.shape == y.shape
+        off = ((x.float() - y).abs().max() / y.abs().max()).item()
+        assert off <= TOLERANCE[dtype], f"tensor {i} is off by {off:.3g} of its largest value"
+
+
+def outputs_and_gradients(
+    run: Callable[..., tuple[Tensor, ...]], operations: Operations, inputs: list[Tensor], without: tuple[int, ...]
+) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    outputs = run(operations, *leaves)
+    used = [y for i, y in enumerate(outputs) if i not in without]
+    generator = torch.Generator().manual_seed(3)
+    # gradients as a transposing attention kernel hands them over: elements side by side, heads and tokens apart
+    arriving = [torch.randn(y.shape, generator=generator).to(y.device) for y in used]
+    strided = [g.transpose(1, 2).contiguous().transpose(1, 2) if g.dim() == 4 else g for g in arriving]
+    gradients = torch.autograd.grad(used, leaves, [g.to(y.dtype) for g, y in zip(strided, used, strict=True)])
+    return [x.detach() for x in (*outputs, *gradients)]
+
+
+def draw(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def swiglu(operations: Operations, gate_up: Tensor) -> tuple[Tensor, ...]:
+    return (operations.swiglu(gate_up),)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 37, 128])
+def test_swiglu(device: str, dtype: torch.dtype, width: int) -> None:
+    compare(swiglu, "swiglu", draw(device, dtype, (2, 3, 2 * width)))
+
+
+def add_norm(operations: Operations, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    if operations.add_norm is not None:
+        return operations.add_norm(hidden, update, weight, 1e-3)
+    total = hidden + update
+    return total, torch.nn.functional.rms_norm(total, total.shape[-1:], weight, 1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("unused", [(), (0,)], ids=["both", "norm-alone"])
+@pytest.mark.parametrize("width", [8, 45])
+def test_add_rms_norm(device: str, dtype: torch.dtype, unused: tuple[int, ...], width: int) -> None:
+    hidden, update, weight = draw(device, dtype, (2, 4, width), (2, 4, width), (width,))
+    update = (hidden + update).to(dtype) - hidden  # a sum that every dtype holds: its rounding is not what is tested
+    compare(add_norm, "norm", [hidden, update, weight], unused)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim", "norm"), [(3, 3, 10, False), (4, 1, 8, False), (4, 2, 16, True), (3, 3, 6, True)]
+)
+def test_split_rotated(device: str, dtype: torch.dtype, queries: int, keys: int, head_dim: int, norm: bool) -> None:
+    cos, sin = rope_tables(5, head_dim, 10_000.0, torch.device(device))
+
+    def split(operations: Operations, qkv: Tensor, *norms: Tensor) -> tuple[Tensor, ...]:
+        return operations.split_heads(qkv, cos, sin, *(norms or (None, None)), 1e-3, queries, keys)
+
+    shapes = [(2, 5, (queries + 2 * keys) * head_dim), *([(head_dim,), (head_dim,)] if norm else [])]
+    compare(split, "rope", draw(device, dtype, *shapes))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "architecture", [LLAMA, {**LLAMA, "num_key_value_heads": 2}, QWEN3], ids=["mha", "gqa", "qwen3"]
+)
+def test_a_whole_model(device: str, architecture: dict) -> None:
+    """Loss and every gradient in float32; a block leaves its last addition to the next norm."""
+    config = run_config(architecture)
+    operations = PLAIN
+    for load in LOADERS.values():
+        operations = replace(operations, **load())
+    results = []
+    for chosen in (operations, PLAIN):
+        torch.manual_seed(0)
+        model = build_model(config, device=device, operations=chosen)
+        batch = tokens(2, 10).to(device)
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        results.append((loss, {name: parameter.grad for name, parameter in model.named_parameters()}))
+    (loss, gradients), (expected_loss, expected) = results
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    for name, gradient in gradients.items():
+        assert ((gradient - expected[name]).abs().max() / expected[name].abs().max()).item() < 1e-4, name
+
+
+@pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_try_before_use_measures_the_difference(device: str, kind: str) -> None:
+    model = run_config(QWEN3).model
+    assert largest_difference(kind, LOADERS[kind](), model, torch.device(device), torch.float32) < 1e-5
+    wrong = {
+        "norm": {"add_norm": lambda x, y, w, eps: (x + y, torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps))},
+        "rope": {"split_heads": lambda qkv, cos, sin, *rest: PLAIN.split_heads(qkv, cos, -sin, *rest)},
+        "swiglu": {"swiglu": lambda x: PLAIN.swiglu(x.flip(-1))},
+    }
+    assert largest_difference(kind, wrong[kind], model, torch.device(device), torch.float32) > 1e-2
+
+
+def test_without_cuda_or_without_the_operation_the_plain_form_is_used_and_the_reason_kept() -> None:
+    asked = KernelsConfig(norm="auto", rope="fused", swiglu="auto")
+    operations, choices = resolve_operations(asked, model=run_config(LLAMA).model, device="cpu", dtype=torch.float32)
+    assert operations == PLAIN
+    for kind, choice in choices.items():
+        assert (choice.requested, choice.used) == (getattr(asked, kind), "plain")
+        assert choice.reason == "Triton's kernels need a CUDA device, not cpu"
+    _, choices = resolve_operations(asked, model=run_config(GPT2).model, device="cpu", dtype=torch.float32)
+    assert "has none" in choices["norm"].reason
+    assert choices["rope"].reason == "the model has no RoPE"
+    assert choices["swiglu"].reason == "the model's MLP is gelu"
+    _, choices = resolve_operations(KernelsConfig(), model=run_config(LLAMA).model, device="cpu", dtype=torch.float32)
+    assert all(choice.used == "plain" and choice.reason is None for choice in choices.values())
+
+
+def production_model(name: str) -> ModelConfig:
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, **PRODUCTION[name]}
+    return ModelConfig(name=name, **sizes)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", PRODUCTION)
+def test_production_shapes_are_fused_on_this_card(name: str) -> None:
+    model = production_model(name)
+    asked = KernelsConfig(norm="fused", rope="fused", swiglu="fused")
+    _, choices = resolve_operations(asked, model=model, device="cuda", dtype=torch.bfloat16)
+    assert {kind: choice.reason for kind, choice in choices.items() if choice.used != "fused"} == {}
+    N, H, inner = 16_384, model.hidden_size, model.intermediate_size
+    compare(swiglu, "swiglu", draw("cuda", torch.bfloat16, (N, 2 * inner)))
+    hidden, weight = draw("cuda", torch.bfloat16, (N, H), (H,))
+    compare(add_norm, "norm", [hidden, torch.zeros_like(hidden), weight])
+    cos, sin = rope_tables(2048, model.head_dim, model.rope_theta, torch.device("cuda"))
+    heads = model.num_attention_heads, model.num_key_value_heads
+
+    def split(operations: Operations, qkv: Tensor, *norms: Tensor) -> tuple[Tensor, ...]:
+        return operations.split_heads(qkv, cos, sin, *(norms or (None, None)), 1e-6, *heads)
+
+    shapes = [(8, 2048, (heads[0] + 2 * heads[1]) * model.head_dim)]
+    shapes += [(model.head_dim,)] * 2 if model.qk_norm else []
+    compare(split, "rope", draw("cuda", torch.bfloat16, *shapes))
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("name", PRODUCTION)
+def test_compiled_and_captured(device: str, name: str) -> None:
+    """One block of a real shape: compiled, and replayed from a CUDA graph, it gives what it gives eagerly."""
+    config = run_config(production_model(name), dtype="bfloat16", seq_len=256, attention="sdpa")
+    operations, _ = resolve_operations(
+        KernelsConfig(norm="fused", rope="fused", swiglu="fused"),
+        model=config.model,
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
+    torch.manual_seed(0)
+    block = build_model(config, device=device, operations=operations).blocks[0]
+    hidden, update = draw(
+        device, torch.bfloat16, (2, 256, config.model.hidden_size), (2, 256, config.model.hidden_size)
+    )
+    cos, sin = rope_tables(256, config.model.head_dim, 10_000.0, torch.device(device))
+    leaves = [hidden.requires_grad_(), update.requires_grad_(), *block.parameters()]
+
+    def step(forward: Callable) -> list[Tensor]:
+        outputs = forward(hidden, update, cos, sin)
+        return [*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])]
+
+    eager = step(block.forward)
+    compiled = torch.compile(block.forward, dynamic=False)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(2):
+            results = {"compiled": step(compiled)}
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            results["captured"] = step(compiled)
+        graph.replay()
+        torch.cuda.synchronize()
+    for key, found in results.items():
+        for x, y in zip(found, eager, strict=True):
+            assert ((x - y).float().abs().max() / y.float().abs().max()).item() < 2**-5, key
