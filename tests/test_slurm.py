@@ -20,6 +20,7 @@ from mfubench.slurm import (
     refuse_orphans,
     run_step,
 )
+from mfubench.slurm_requests import slurm_cpu, slurm_node, whole_nodes
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 MACHINE = {"gpus": 8, "slurm": {"partition_gpu": "gpu", "partition_cpu": "cpu"}}
@@ -154,3 +155,36 @@ def test_values_that_would_reach_a_shell_or_load_code_are_refused(changes, compl
 
 def test_network_variables():
     assert machine(network={"NCCL_SOCKET_IFNAME": "ib0", "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"}).network
+
+
+def test_a_job_that_measures_asks_for_whole_nodes_and_its_stages_time():
+    asked = {"account": "us", "cpus_per_gpu": 12, "mem_mb_per_gpu": 1000, "runtime_min": {"scaling": 45}}
+    cluster = machine(slurm={**MACHINE["slurm"], **asked, "extra": "--constraint=ib"})
+    assert whole_nodes(cluster, 1, 1) == 8 and whole_nodes(cluster, 16, 2) == 16
+    assert slurm_node(cluster, "scaling") == {
+        "slurm_partition": "gpu",
+        "slurm_account": "us",
+        "runtime": 45,
+        "mem_mb": 8000,
+        "cpus_per_task": 96,
+        "slurm_extra": "--exclusive --signal=TERM@300 --constraint=ib",
+    }
+    assert slurm_node(machine(), "scaling")["cpus_per_task"] == -1  # all that the node has
+
+
+def test_preparation_and_analysis_go_to_cpu_nodes():
+    preparation, analysis = slurm_cpu(machine(), "preparation"), slurm_cpu(machine(), "analysis")
+    assert preparation["slurm_partition"] == analysis["slurm_partition"] == "cpu"
+    assert preparation["cpus_per_task"] == 8 and analysis["cpus_per_task"] == 1
+
+
+def test_elsewhere_nothing_is_asked_of_slurm():
+    laptop = parse(MachineConfig, {"gpus": 4}, "study.yaml: machine")
+    assert slurm_node(laptop, "scaling") == slurm_cpu(laptop, "analysis") == {}
+    assert whole_nodes(laptop, 2, 1) == 2
+
+
+def test_a_job_without_srun_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="srun, which is not to be found"):
+        run_step(1, ["true"])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mfubench.config import ConfigError
-from mfubench.stop_signals import on_stop
+from mfubench.stop_signals import run_handing_on
 
 JOB_NAME_PREFIX = "mfubench"  # slurm-jobname-prefix of profiles/slurm
 STEP = "MFUBENCH_STEP"  # within a step: its name, another one each time
@@ -61,14 +61,13 @@ def run_step(nodes: int, command: Sequence[str]) -> int:
         srun += ["--kill-on-bad-exit=1", "--label"]
     # a session of its own: what is sent to the batch script's process group does not reach srun
     name = uuid.uuid4().hex
-    process = subprocess.Popen([*srun, *command], env={**os.environ, STEP: name}, start_new_session=True)
+    environment = {**os.environ, STEP: name}
 
-    def pass_on(number: int) -> None:
+    def hand_on(process: subprocess.Popen[bytes], number: int) -> None:
         if number == signal.SIGINT:
             subprocess.run(["scancel", "--signal=TERM", os.environ["SLURM_JOB_ID"]], check=False)  # steps alone
 
-    with on_stop(pass_on):
-        return process.wait()
+    return run_handing_on([*srun, *command], hand_on, env=environment, start_new_session=True)
 
 
 def jobs_of_folder(folder: Path) -> list[Job]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -18,3 +20,28 @@ def on_stop(act: Callable[[int], object]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def run_handing_on(
+    command: Sequence[str],
+    hand_on: Callable[[subprocess.Popen[bytes], int], object] = subprocess.Popen.send_signal,
+    **options: Any,
+) -> int:
+    """Run a command to its end and return its exit code; a signal to stop goes to `hand_on`, by default to the command.
+
+    One that comes before the command's process exists is handed on once it does. options: of Popen.
+    """
+    early: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def act(number: int) -> None:
+        if process is None:
+            early.append(number)
+        else:
+            hand_on(process, number)
+
+    with on_stop(act):
+        process = subprocess.Popen(command, **options)
+        for number in early:
+            hand_on(process, number)
+        return process.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from mfubench.config import ConfigError
 from mfubench.job import add_job_arguments, cards_for_job, write_stamp
 from mfubench.slurm import needs_step, run_step
-from mfubench.stop_signals import on_stop
+from mfubench.stop_signals import run_handing_on
 from mfubench.train.arguments import paths_of, read_config
 from mfubench.train.failures import remove_stale
 
@@ -74,6 +73,4 @@ def start_training(
         command += ["--ceilings", str(ceilings)]
     if start_from is not None:
         command += ["--start-from", str(start_from)]
-    process = subprocess.Popen(command)
-    with on_stop(process.send_signal):
-        return process.wait()
+    return run_handing_on(command)
