@@ -96,19 +96,17 @@ def make_run(model: str, seq_len: int, micro_batch_size: int, accumulation: int,
     return parse(RunConfig, values, f"benchmark {model}")
 
 
-def make_job(plan: Plan, cases: Cases, name: str, system: str, micro_batch_size: int, label: str, trial: bool) -> Job:
-    """One run of `system` in the case `name`; it lies below work/NAME/SYSTEM/."""
-    case, declared = cases.cases[name], cases.systems[system]
-    folder = plan.work / name / system / label
+def job_of(plan: Plan, cases: Cases, system: str, run: RunConfig, folder: Path, trial: bool = False) -> Job:
+    """A job of `system` that does `run` and lies in `folder`; a trial is short and not preheated."""
+    declared = cases.systems[system]
     settings = dict(declared.settings)
     if plan.device == "cpu":
         settings["compile"] = "none" if declared.driver == "mfubench_engine" else False  # minutes, for tiny shapes
     checkout = (plan.checkouts or {}).get(system)
-    accumulation = case.sequences_per_step // micro_batch_size
     return Job(
         system=system,
         driver=declared.driver,
-        run=make_run(case.model, case.seq_len, micro_batch_size, accumulation, plan.device),
+        run=run,
         data=str(plan.data.resolve()),
         work=str(folder.resolve()),
         output=str((folder / "record.json").resolve()),
@@ -119,3 +117,11 @@ def make_job(plan: Plan, cases: Cases, name: str, system: str, micro_batch_size:
         measure_s=plan.trial_s if trial else plan.measure_s,
         min_steps=min(4, plan.min_steps) if trial else plan.min_steps,
     )
+
+
+def make_job(plan: Plan, cases: Cases, name: str, system: str, micro_batch_size: int, label: str, trial: bool) -> Job:
+    """One run of `system` in the case `name`; it lies below work/NAME/SYSTEM/."""
+    case = cases.cases[name]
+    accumulation = case.sequences_per_step // micro_batch_size
+    run = make_run(case.model, case.seq_len, micro_batch_size, accumulation, plan.device)
+    return job_of(plan, cases, system, run, plan.work / name / system / label, trial)

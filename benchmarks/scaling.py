@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rows
-from benchmarks.cases import CHECKOUTS, Cases, Plan, code_of, make_run, read_cases
+from benchmarks.cases import CHECKOUTS, Cases, Plan, job_of, make_run, read_cases
 from benchmarks.compare import own_settings
 from benchmarks.peers.job import Job, Record
 from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine
@@ -61,33 +61,19 @@ class Scaling:
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    def job(self, system: str, parallelism: str, world_size: int, name: str, step_time_s: float | None) -> Job:
-        setting, plan = self.setting, self.runner.plan
-        declared = self.runner.cases.systems[system]
-        case = self.runner.cases.cases.get(setting.model)
+    def job(self, system: str, parallelism: str, world_size: int, name: str, step_time_s: float | None = None) -> Job:
+        setting, runner = self.setting, self.runner
+        case = runner.cases.cases.get(setting.model)
         size = setting.micro_batch_size or (case.candidates(system)[0] if case else 8)
         cards = "trials" if name == TRIAL else f"{setting.cards}-cards"  # however many cards: they are one trial
-        folder = plan.work / "scaling" / setting.label / cards / f"{system}-{parallelism}" / name
-        settings = dict(declared.settings)
-        if plan.device == "cpu":
-            settings["compile"] = "none" if declared.driver == "mfubench_engine" else False
-        checkout = (plan.checkouts or {}).get(system)
+        folder = runner.plan.work / "scaling" / setting.label / cards / f"{system}-{parallelism}" / name
         more = {"world_size": world_size, "parallelism": parallelism}
-        return Job(
-            system=system,
-            driver=declared.driver,
-            run=make_run(setting.model, setting.seq_len, size, setting.accumulation, plan.device, **more),
-            data=str(plan.data.resolve()),
-            work=str(folder.resolve()),
-            output=str((folder / "record.json").resolve()),
-            settings=settings,
-            code=code_of(declared.driver),
-            checkout=str(checkout.resolve()) if checkout else None,
-            preheat_s=plan.preheat_s,
-            measure_s=plan.measure_s,
-            min_steps=plan.min_steps,
-            step_time_s=step_time_s,
-        )
+        run = make_run(setting.model, setting.seq_len, size, setting.accumulation, runner.plan.device, **more)
+        job = job_of(runner.plan, runner.cases, system, run, folder, trial=name == TRIAL)
+        return dataclasses.replace(job, step_time_s=step_time_s)
+
+    def trial_job(self, system: str) -> Job:
+        return self.job(system, ALONE, 1, TRIAL)
 
     def trial(self, system: str) -> Record:
         """A short run on one card: whether the system is to be had, how long its step takes, and its compile cache."""
@@ -132,9 +118,7 @@ class Scaling:
         for arm in self.arms:
             system = arm.partition(":")[0]
             if (lost := self.lost.get(system)) is not None:
-                found.append(
-                    rows.row_of(self.job(system, arm.partition(":")[2], self.setting.cards, "-", None), [lost])
-                )
+                found.append(rows.row_of(self.job(system, arm.partition(":")[2], self.setting.cards, "-"), [lost]))
                 continue
             trial = self.runner.done([self.trial_job(system)])
             if trial is None:
@@ -148,10 +132,6 @@ class Scaling:
             if pairs:
                 found.append(self.row(arm, self.joint(arm, trial[0], 0), pairs))
         return found
-
-    def trial_job(self, system: str) -> Job:
-        job = self.job(system, ALONE, 1, TRIAL, None)
-        return dataclasses.replace(job, preheat_s=0.0, measure_s=self.runner.plan.trial_s, min_steps=3)
 
     def row(self, arm: str, job: Job, pairs: Sequence[tuple[list[Record], Record]]) -> dict[str, Any]:
         row = rows.row_of(job, [joint for _, joint in pairs])
