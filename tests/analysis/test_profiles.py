@@ -13,6 +13,7 @@ from factories import make_run_config
 from mfubench.analysis.figures.waterfall import bars_of
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.ideal import memory_traffic
+from mfubench.analysis.profiled_matmuls import profiled_matmuls
 from mfubench.analysis.profiles import Profiled, fold_unnamed, rows_of
 from mfubench.analysis.report.profile_section import next_sentence, profile_section
 from mfubench.analysis.roofline import Point, points_of
@@ -106,6 +107,20 @@ def test_roofline_points_by_projection_where_shapes_are_known(profiled: Profiled
     rank = replace(profiled.rank, matmuls=shapes, parts={**profiled.rank.parts, "matmul": total})
     labels = [point.label for point in points_of(replace(profiled, rank=rank)) if point.kind == "matmul"]
     assert "matmul: head" in labels and len(labels) >= 3
+
+
+def test_matmuls_one_by_one_beside_their_rates_alone(profiled: Profiled, found: Findings):
+    """Micro-batch 24 of 2,048 tokens: 49,152 rows; the down projection is 6,144 -> 2,304."""
+    tokens = 24 * 2048
+    shapes = {(tokens, 6144, 2304): (144, 0.3), (6144, tokens, 2304): (144, 0.28), (5, 6, 7): (1, 0.1)}
+    measured = replace(profiled, rank=replace(profiled.rank, matmuls=shapes))
+    forward, gradient = profiled_matmuls(measured, found.study.ceilings)
+    assert (forward.name, forward.product, gradient.product) == ("mlp_down", "forward", "weight_gradient")
+    flops = 2 * tokens * 6144 * 2304 * 144
+    assert forward.tflops == pytest.approx(flops / 0.3 / 1e12)
+    assert forward.alone_tflops == 694.0 and gradient.alone_tflops is None  # the example has the forward rates
+    assert forward.excess_s == pytest.approx(0.3 - flops / 694e12)
+    assert profiled_matmuls(profiled, found.study.ceilings) == []
 
 
 def test_a_point_of_the_roofline():

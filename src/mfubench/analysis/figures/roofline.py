@@ -99,8 +99,7 @@ def draw_points(axes: Axes, points: list[Point], profiled: Profiled, theme: Them
             axes.plot(point.intensity, point.tflops, SHAPES[point.kind], color=color, markersize=8, zorder=3)
             axes.text(edge * (1.06 if side == "left" else 0.94), y, f"{point.label}, {100 * share:.1f} %", size=8,
                       ha=side, va="center")  # fmt: skip
-    tops = [line.get_ydata()[-1] for line in axes.get_lines()]  # the roofs and the points
-    axes.set_ylim(min(point.tflops for point in points) / 4, 2 * float(max(tops)))
+    axes.set_ylim(min(point.tflops for point in points) / 4, 2 * axes.dataLim.y1)  # the roofs among the data
 
 
 def fan_out(values: list[float]) -> list[float]:

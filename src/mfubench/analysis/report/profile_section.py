@@ -5,6 +5,7 @@ from __future__ import annotations
 from mfubench.analysis.figures import roofline, waterfall
 from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
+from mfubench.analysis.profiled_matmuls import profiled_matmuls
 from mfubench.analysis.profiles import Profiled, Row
 from mfubench.analysis.report.blocks import Block, Folded, Notice, Section, Table, Text
 from mfubench.analysis.report.blocks import Figure as FigureBlock
@@ -209,11 +210,36 @@ def cases_table(profiles: list[Profiled]) -> Table:
 
 
 def folded_blocks(found: Findings, profiles: list[Profiled]) -> list[Block]:
-    blocks: list[Block] = [kernels_block(profiles[0])]
+    blocks: list[Block] = []
+    if (matmuls := matmuls_block(found, profiles[0])) is not None:
+        blocks.append(matmuls)
+    blocks.append(kernels_block(profiles[0]))
     others = [parts_table(found, profiled) for profiled in profiles[1:]]
     if others:
         blocks.append(Folded(f"The parts of the other {len(others)} profiled cases", others))
     return blocks
+
+
+def matmuls_block(found: Findings, profiled: Profiled) -> Folded | None:
+    """Each matmul of the model beside its rate alone; None without shapes (a replayed graph has none)."""
+    matmuls = profiled_matmuls(profiled, found.study.ceilings)
+    if not matmuls:
+        return None
+    columns = ["projection|", "product|", "count", "time", "TFLOP/s in the step", "TFLOP/s alone", "could be won"]
+    rows = [
+        [
+            matmul.name,
+            matmul.product.replace("_", " "),
+            str(matmul.count),
+            format_milliseconds(matmul.time_s),
+            f"{matmul.tflops:,.4g}",
+            f"{matmul.alone_tflops:,.4g}" if matmul.alone_tflops else "–",
+            format_milliseconds(matmul.excess_s) if matmul.excess_s > 0 else "–",
+        ]
+        for matmul in matmuls
+    ]
+    caption = f"`{profiled.case}`: alone is measured hot, one shape at a time, with `ceilings.micro_batch_size`"
+    return Folded("The matmuls one by one", [Table(columns, rows, caption)])
 
 
 def kernels_block(profiled: Profiled) -> Folded:

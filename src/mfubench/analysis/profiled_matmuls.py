@@ -1,0 +1,63 @@
+"""The matmuls of a profiled step one by one, beside the rate that each reached alone on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mfubench.analysis.ideal import matmul_arithmetic, ran_config
+from mfubench.analysis.profiles import Profiled
+from mfubench.ceilings.schema import Ceilings, Product
+from mfubench.step_model import micro_step_matmuls
+
+PRODUCTS: tuple[Product, ...] = ("forward", "input_gradient", "weight_gradient")  # as step_model lists them
+IN_CEILINGS = {"qkv": "qkv", "o": "attention_output", "up": "mlp_up", "down": "mlp_down", "lm_head": "lm_head"}
+
+
+@dataclass(frozen=True)
+class ProfiledMatmul:
+    """All calls of one product of one projection in the step."""
+
+    name: str
+    product: Product
+    count: int
+    time_s: float
+    flops: float
+    alone_tflops: float | None  # measured hot, with nothing else running
+
+    @property
+    def tflops(self) -> float:
+        return self.flops / self.time_s / 1e12
+
+    @property
+    def excess_s(self) -> float:
+        """Time beyond what the calls would take at the rate that they reach alone."""
+        return max(0.0, self.time_s - self.flops / self.alone_tflops / 1e12) if self.alone_tflops else 0.0
+
+
+def profiled_matmuls(profiled: Profiled, ceilings: Ceilings | None) -> list[ProfiledMatmul]:
+    """The products whose shapes the profiler recorded and the model has, longest first.
+
+    A weight's gradient may run as either of two products, one the transpose of the other.
+    """
+    log = profiled.judged.log
+    known: dict[tuple[int, int, int], tuple[str, Product]] = {}
+    for position, one in enumerate(micro_step_matmuls(ran_config(log))):
+        product = PRODUCTS[position % 3]
+        known.setdefault((one.rows, one.inner, one.columns), (one.name, product))
+        if product == "weight_gradient":
+            known.setdefault((one.columns, one.inner, one.rows), (one.name, product))
+    found: dict[tuple[str, Product], tuple[int, float, float]] = {}
+    for (m, k, n), (count, time_s) in profiled.rank.matmuls.items():
+        if (key := known.get((m, k, n))) is not None:
+            before = found.get(key, (0, 0.0, 0.0))
+            found[key] = before[0] + count, before[1] + time_s, before[2] + 2.0 * m * k * n * count
+    rates = {
+        (one.name, one.product): one.tflops
+        for one in (ceilings.matmuls if ceilings is not None else [])
+        if one.model == log.config.model.name and one.arithmetic == matmul_arithmetic(log)
+    }
+    matmuls = [
+        ProfiledMatmul(IN_CEILINGS[name], product, *numbers, rates.get((IN_CEILINGS[name], product)))
+        for (name, product), numbers in found.items()
+    ]
+    return sorted(matmuls, key=lambda matmul: -matmul.time_s)
