@@ -127,6 +127,10 @@ def test_the_command_shows_a_trace_and_finds_that_of_a_run(tmp_path: Path):
         shown = CliRunner().invoke(app, ["profile", str(path)])
         assert shown.exit_code == 0, shown.output
         assert "matmul" in shown.output and "50.0 %" in shown.output and "0.500" in shown.output
+    by_hand = tmp_path / "by-hand" / "run.json"
+    write_run_log(by_hand, make_run_log())
+    write_trace(by_hand.parent / "run-work" / "trace.json.gz", make_trace("by-hand/run", [cut()]))
+    assert "by-hand/run" in CliRunner().invoke(app, ["profile", str(by_hand)]).output
     run = tmp_path / "runs" / "baseline" / "two.json"
     with pytest.raises(ConfigError, match="no trace of it"):
         CliRunner().invoke(app, ["profile", str(run)], catch_exceptions=False)

@@ -30,9 +30,11 @@ def show_profile(what: Path, kernels: int, console: Console | None = None) -> No
 
 
 def trace_of(what: Path) -> Path:
-    """A trace as it is; of results/<study>/runs/<stage>/<case>.json the one under traces/, or in the work folder."""
+    """A trace as it is; of results/<study>/runs/<stage>/<case>.json the one under traces/, or in the work folder; of
+    the run JSON of `mfubench train` the one in the work folder beside it."""
+    beside = what.parent / f"{what.stem}-work" / "trace.json.gz"
     if what.parent.parent.name != "runs":
-        return what
+        return beside if beside.exists() else what
     study, stage, case = what.parents[2], what.parent.name, what.stem
     places = [study / "traces" / stage / f"{case}.json.gz", *(study / "work" / stage / case).glob("**/trace.json.gz")]
     for place in places:
