@@ -88,11 +88,11 @@ def clock_and_power(record: Record) -> dict[str, Any]:
 
 
 def palm_mfu(job: Job, card: str | None, rate: float) -> float | None:
-    """Share of the card's dense datasheet peak, by the PaLM convention; None on a card that has no row."""
+    """Share of the card's dense datasheet peak in the job's arithmetic, by the PaLM convention; None on a card that has no row."""
     if card is None:
         return None
     try:
-        peak = peak_for(card, job.run.dtype, job.run.tf32, False)
+        peak = peak_for(card, job.run.dtype, job.run.tf32, fp8=bool(job.settings.get("fp8")))
     except ConfigError:
         return None
     return rate * flops_per_token(flop_terms(job.run.model, job.run.seq_len), "palm") / (peak.tflops * 1e12)

@@ -46,7 +46,7 @@ class Runner:
             raise OutOfTime
         print(f"{label} …", end=" ", flush=True)
         system = self.cases.systems[jobs[0].system]
-        cache = self.plan.work / "cache" / jobs[0].system / jobs[0].run.model.name
+        cache = (self.plan.work / "cache" / jobs[0].system / jobs[0].run.model.name).resolve()
         on_cpu = self.plan.device == "cpu"
         started = [
             start(job, cache, system.environment, None if on_cpu else own) for job, own in zip(jobs, cards, strict=True)
