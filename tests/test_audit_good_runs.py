@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from mfubench.audit import audit_logs, audit_main, audit_run
 from mfubench.audit.counting import count_micro_batches
 from mfubench.ceilings import Ceilings
+from mfubench.config import EvaluationConfig
 from mfubench.flops import executed_flops_per_token, flop_terms, flops_per_token
-from mfubench.run_log import RunLog, write_run_log
+from mfubench.run_log import Resume, RunLog, write_run_log
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -136,6 +137,17 @@ def test_runs_without_numbers_pass(status: str) -> None:
     assert audit_run(log) == []
     bare = log.model_copy(update={"parameters": None, "flop_terms": None, "dataset": None, "kernels": None})
     assert audit_run(bare) == []
+
+
+def test_a_run_that_only_evaluates_another_runs_checkpoint_passes() -> None:
+    """It has done none of the steps that it evaluates, and its max_iters says nothing of them."""
+    config = {"continues": "training/pretrain", "evaluation": EvaluationConfig(only=True), "max_iters": 14}
+    log = make_run_log(name="training/evaluate", **config).model_copy(
+        update={"steps": [], "rank_step_times_s": [], "resumes": [Resume(step=300, at="2026-03-02T09:00:00+00:00")]}
+    )
+    assert log.wall is not None
+    log.wall.training_s, log.wall.training_tokens = 0.0, 0
+    assert audit_run(log) == []
 
 
 def test_a_diverged_run_passes() -> None:

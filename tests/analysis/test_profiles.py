@@ -15,7 +15,7 @@ from mfubench.analysis.findings import Findings
 from mfubench.analysis.ideal import memory_traffic
 from mfubench.analysis.profiled_matmuls import profiled_matmuls
 from mfubench.analysis.profiles import Profiled, fold_unnamed, rows_of
-from mfubench.analysis.report.profile_section import next_sentence, profile_section
+from mfubench.analysis.report.profile_section import headline_blocks, next_sentence, profile_section
 from mfubench.analysis.roofline import Point, points_of
 from mfubench.analysis.tables import profiles_table
 from mfubench.profiling.trace_file import trace_of_reason, write_trace
@@ -133,6 +133,13 @@ def test_the_table_of_profiles(found: Findings, profiled: Profiled):
     assert set(table["case"]) == set(PROFILED)
     own = table[table["case"] == "tiers/tier3"]
     assert own["time_s"].sum() == pytest.approx(profiled.rank.step_s)
+
+
+def test_a_profiled_step_unlike_the_measured_ones_is_told(found: Findings, profiled: Profiled):
+    slow = replace(profiled, measured_step_s=profiled.measured_step_s / 2)
+    (_, warning, *_) = headline_blocks(found, slow)
+    assert "they were not alike" in warning.text
+    assert "they were not alike" not in str(headline_blocks(found, profiled)[1])
 
 
 def test_without_ceilings_the_report_says_how_to_get_them(changed_study: Path):

@@ -105,7 +105,7 @@ def check_steps(log: RunLog) -> list[Finding]:
         sentence = "the steps are not in order: records of several processes were mixed"
         return [Finding("steps_miscounted", sentence, 0.95)]
     done = sum(1 for step in own_steps(log) if step.phase != "preheat") + (log.resumes[-1].step if log.resumes else 0)
-    if done > log.config.max_iters:
+    if done > log.config.max_iters and not log.config.evaluation.only:  # which does no step of those it tells of
         sentence = f"{done} steps were done where max_iters is {log.config.max_iters}: more work than the run claims"
         return [Finding("steps_miscounted", sentence, 0.95, log.config.max_iters)]
     return []

@@ -19,6 +19,7 @@ from mfubench.analysis.units import (
 from mfubench.profiling.categories import COMMUNICATION, ELEMENTWISE_GROUPS, HOST, LOSS, OPTIMIZER, QUEUE
 
 SHOWN_KERNELS = 30
+UNLIKE = 0.2  # from here on a profiled step says little of the measured ones
 HOW_TO = (
     "A profile is a last, unmeasured step of a run under torch.profiler. Ask for it where it is wanted, on a case or "
     "in the `base` of a stage: `measurement: {profile: timeline}`; the run is then measured again."
@@ -79,8 +80,10 @@ def profile_section(found: Findings) -> Section:
 def headline_blocks(found: Findings, profiled: Profiled) -> list[Block]:
     """The fastest profiled case: what to do next, the waterfall as picture and table, the roofline."""
     alt = f"Parts of a step of {profiled.case}, one after the other, each with what it takes at best."
-    blocks: list[Block] = [
-        Notice(next_sentence(found, profiled), "good"),
+    blocks: list[Block] = [Notice(next_sentence(found, profiled), "good")]
+    if abs(profiled.overhead) > UNLIKE:
+        blocks.append(Notice(unlike_sentence(profiled)))
+    blocks += [
         FigureBlock("waterfall", alt, waterfall.draw),
         parts_table(found, profiled),
         Text(how_taken(found, profiled)),
@@ -106,6 +109,14 @@ def next_sentence(found: Findings, profiled: Profiled) -> str:
         f"step of {format_seconds(profiled.rank.step_s)}, and {at_best}. Without the difference the rate would be "
         f"{format_rate(then)} instead of {format_rate(now)} {per_gpu(found)} ({format_signed_percent(then / now - 1)})."
         f"{remedy(found, row)}{unknown}"
+    )
+
+
+def unlike_sentence(profiled: Profiled) -> str:
+    return (
+        f"The profiled step took {format_seconds(profiled.rank.step_s)}, the measured ones "
+        f"{format_seconds(profiled.measured_step_s)}: they were not alike, so its shares say more than its times. On a "
+        "machine that others use, measure again; where the host is the limit, the profiler slows it down."
     )
 
 
