@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 
+from mfubench.complaints import explain
+
 Attention = Literal["auto", "fa4", "fa3", "fa2", "cudnn", "sdpa", "eager"]
 Parallelism = Literal["none", "ddp", "zero1", "fsdp"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -373,22 +375,4 @@ def parse(schema: type[Strict], values: Any, where: str) -> Any:
     try:
         return schema.model_validate_json(text)
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(fault, where) for fault in error.errors())) from None
-
-
-def explain(fault: Any, where: str) -> str:
-    """One pydantic fault as a sentence for the person who wrote the file."""
-    path = ".".join(str(part) for part in fault["loc"])
-    at = f"{where}.{path}" if path else where
-    found = fault.get("input")
-    message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "extra_forbidden":
-        return f"{at}: unknown key (found {found!r})"
-    if fault["type"] == "missing":
-        return f"{at}: missing; this key must be given"
-    if fault["type"] == "value_error":
-        return f"{at}: {message}"
-    hint = ""
-    if isinstance(found, str) and fault["type"] in ("float_type", "int_type"):
-        hint = " (YAML reads 1e-3 as text; write 1.0e-3)" if "e" in found.lower() else " (without quotes)"
-    return f"{at}: found {found!r}; {message[0].lower()}{message[1:]}{hint}"
+        raise ConfigError("\n".join(explain(fault, where, schema) for fault in error.errors())) from None

@@ -1,0 +1,62 @@
+"""What is wrong with a configuration, as sentences for the person who wrote it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+
+def explain(fault: Any, where: str, schema: type[BaseModel]) -> str:
+    """One pydantic fault of `schema` as a sentence for the person who wrote the file."""
+    path = ".".join(str(part) for part in fault["loc"])
+    at = f"{where}.{path}" if path else where
+    found = fault.get("input")
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        *above, key = fault["loc"]
+        allowed = keys_at(schema, above)
+        near = difflib.get_close_matches(str(key), allowed, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"keys here: {', '.join(allowed)}"
+        return f"{at}: unknown key (found {found!r}); {hint}"
+    if fault["type"] == "missing":
+        return f"{at}: missing; this key must be given"
+    if fault["type"] == "value_error":
+        return f"{at}: {message}"
+    hint = ""
+    if isinstance(found, str) and fault["type"] in ("float_type", "int_type"):
+        hint = " (YAML reads 1e-3 as text; write 1.0e-3)" if "e" in found.lower() else " (without quotes)"
+    return f"{at}: found {found!r}; {message[0].lower()}{message[1:]}{hint}"
+
+
+def keys_at(schema: Any, path: Sequence[str | int]) -> list[str]:
+    """The keys that may stand at a place within `schema`; of a union, those of all its members."""
+    places = list(alternatives(schema))
+    for part in path:
+        inner: list[Any] = []
+        for place in places:
+            if isinstance(place, type) and issubclass(place, BaseModel):
+                if part in place.model_fields:
+                    inner += alternatives(place.model_fields[str(part)].annotation)
+            else:
+                inner += [one for argument in get_args(place)[-1:] for one in alternatives(argument)]
+        places = inner or places  # pydantic names the chosen member of a union as a part of the path
+    models = [place for place in places if isinstance(place, type) and issubclass(place, BaseModel)]
+    return sorted({key for model in models for key in model.model_fields})
+
+
+def alternatives(annotation: Any) -> Iterator[Any]:
+    """A type without its annotations; the members of a union one by one."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from alternatives(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from alternatives(member)
+    elif origin is tuple and get_args(annotation)[-1] is Ellipsis:
+        yield tuple[get_args(annotation)[0]]  # type: ignore[misc]
+    else:
+        yield annotation
