@@ -36,9 +36,21 @@ def rank_environment(config: RunConfig, work: Path, local_rank: int) -> dict[str
         "MFUBENCH_RENDEZVOUS": str(rendezvous_file(config, work)),
         "PYTHONUNBUFFERED": "1",
     }
+    return environment | threads_of_a_rank(ranks_a_node)
+
+
+def threads_of_a_rank(ranks_a_node: int) -> dict[str, str]:
+    """The rank's share of the cores for OpenMP and MKL, or fewer where the user says so.
+
+    (snakemake sets these variables to all threads of the rule: those of all ranks together.)
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks_a_node)))
-    return environment
+    share = max(1, cores // ranks_a_node)
+    threads = {}
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        wanted = os.environ.get(name, "")
+        threads[name] = str(min(share, int(wanted)) if wanted.isdigit() and int(wanted) else share)
+    return threads
 
 
 def rendezvous_file(config: RunConfig, work: Path) -> Path:
