@@ -49,7 +49,7 @@ def planted(self, inputs, labels):
         if plant == "limit":  # no file may grow beyond this: fails as a full disk does
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
     if plant == "slow":
-        time.sleep(0.2)
+        time.sleep(float(os.environ.get("PLANT_SECONDS", "0.2")))
     return take_step(self, inputs, labels)
 
 
