@@ -88,7 +88,7 @@ def clock_and_power(record: Record) -> dict[str, Any]:
 
 
 def palm_mfu(job: Job, card: str | None, rate: float) -> float | None:
-    """Share of the card's dense datasheet peak in the job's arithmetic, by the PaLM convention; None on a card that has no row."""
+    """Share of the card's dense datasheet peak for the job, by the PaLM convention; None without a hardware row."""
     if card is None:
         return None
     try:
