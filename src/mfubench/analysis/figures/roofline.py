@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from mfubench.analysis.figures.style import Theme, empty_figure, machine_label, run_plot, titled_figure
-from mfubench.analysis.figures.waterfall import HOW_TO
+from mfubench.analysis.figures.waterfall import fastest_profile
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.ideal import matmul_arithmetic
 from mfubench.analysis.profiles import Profiled
@@ -22,11 +22,9 @@ SHAPES = {"matmul": "s", "attention": "^", "memory": "o"}
 
 
 def draw(found: Findings, theme: Theme) -> Figure:
-    profiles, missing = found.profiles
-    if not profiles:
-        why = "; ".join(f"{case}: {reason}" for case, reason in missing.items())
-        return empty_figure(theme, TITLE, machine_label(found), why or HOW_TO)
-    profiled = profiles[0]
+    profiled = fastest_profile(found, theme, TITLE)
+    if isinstance(profiled, Figure):
+        return profiled
     points = [point for point in points_of(profiled) if point.flops > 0 and point.bytes > 0]
     if not points:
         return empty_figure(theme, TITLE, machine_label(found), f"{profiled.case}: no kernel group has a known size")

@@ -68,12 +68,19 @@ def bars_of(profiled: Profiled) -> list[Bar]:
     return [*seen, Bar("all that is smaller", small_s, known=False)] if small_s > 0 else seen
 
 
-def draw(found: Findings, theme: Theme) -> Figure:
+def fastest_profile(found: Findings, theme: Theme, title: str) -> Profiled | Figure:
+    """The fastest profiled case, or the panel that says why there is none."""
     profiles, missing = found.profiles
-    if not profiles:
-        why = "; ".join(f"{case}: {reason}" for case, reason in missing.items())
-        return empty_figure(theme, TITLE, machine_label(found), why or HOW_TO)
-    profiled = profiles[0]
+    if profiles:
+        return profiles[0]
+    why = "; ".join(f"{case}: {reason}" for case, reason in missing.items())
+    return empty_figure(theme, title, machine_label(found), why or HOW_TO)
+
+
+def draw(found: Findings, theme: Theme) -> Figure:
+    profiled = fastest_profile(found, theme, TITLE)
+    if isinstance(profiled, Figure):
+        return profiled
     config = profiled.judged.log.config
     n = len(profiled.judged.rates)
     subtitle = (
