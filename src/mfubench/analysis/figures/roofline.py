@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from mfubench.analysis.figures.profiled import fastest_profile
 from mfubench.analysis.figures.style import Theme, empty_figure, machine_label, run_plot, titled_figure
-from mfubench.analysis.figures.waterfall import fastest_profile
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.ideal import matmul_arithmetic
 from mfubench.analysis.profiles import Profiled

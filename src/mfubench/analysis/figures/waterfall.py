@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from mfubench.analysis.figures.profiled import fastest_profile
 from mfubench.analysis.figures.style import (
     Theme,
-    empty_figure,
     machine_label,
     peak_label,
     plain_axes,
@@ -23,7 +23,6 @@ from mfubench.analysis.profiles import Profiled
 from mfubench.analysis.units import format_milliseconds, format_percent, format_signed_percent
 
 TITLE = "Where the rest went: one step, from the peak down to what was measured"
-HOW_TO = "no case was profiled; set measurement: {profile: timeline} on one in the study"
 SMALL = 0.004  # of the step: smaller parts stand in the table alone
 
 
@@ -66,15 +65,6 @@ def bars_of(profiled: Profiled) -> list[Bar]:
     if first_s > 0:
         seen.insert(0, Bar("FLOPs of the model at the peak", first_s, peak=True))
     return [*seen, Bar("all that is smaller", small_s, known=False)] if small_s > 0 else seen
-
-
-def fastest_profile(found: Findings, theme: Theme, title: str) -> Profiled | Figure:
-    """The fastest profiled case, or the panel that says why there is none."""
-    profiles, missing = found.profiles
-    if profiles:
-        return profiles[0]
-    why = "; ".join(f"{case}: {reason}" for case, reason in missing.items())
-    return empty_figure(theme, title, machine_label(found), why or HOW_TO)
 
 
 def draw(found: Findings, theme: Theme) -> Figure:

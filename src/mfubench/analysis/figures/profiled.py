@@ -1,0 +1,20 @@
+"""What the figures of a profiled step share: which case they show, or why there is none."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+
+from mfubench.analysis.figures.style import Theme, empty_figure, machine_label
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.profiles import Profiled
+
+HOW_TO = "no case was profiled; set measurement: {profile: timeline} on one in the study"
+
+
+def fastest_profile(found: Findings, theme: Theme, title: str) -> Profiled | Figure:
+    """The fastest profiled case, or the panel that says why there is none."""
+    profiles, missing = found.profiles
+    if profiles:
+        return profiles[0]
+    why = "; ".join(f"{case}: {reason}" for case, reason in missing.items())
+    return empty_figure(theme, title, machine_label(found), why or HOW_TO)
