@@ -80,10 +80,8 @@ def clock_and_power(record: Record) -> dict[str, Any]:
         spreads = [card.get(key) for card in telemetry.get("gpus", [])]
         medians = [spread["median"] for spread in spreads if spread]
         found[key] = statistics.mean(medians) if medians else None
-    found["throttled_steps"] = {
-        reason: held["count"] if isinstance(held, dict) else held
-        for reason, held in (telemetry.get("throttled") or {}).items()
-    }
+    throttled = telemetry.get("throttled") or {}
+    found["throttled_steps"] = {reason: held["steps"] for reason, held in throttled.items()}
     return found
 
 

@@ -37,7 +37,11 @@ def make_plan(work: Path, **more) -> Plan:
 def record_at(rate: float, status: str = "ok") -> Record:
     """A run of ten steps at `rate` tokens a second on one GPU."""
     seconds = 10 * 128 / rate
-    telemetry = {"samples": 3, "gpus": [{"power_w": {"median": 650.0}, "sm_clock_mhz": {"median": 1700.0}}]}
+    telemetry = {
+        "samples": 3,
+        "gpus": [{"power_w": {"median": 650.0}, "sm_clock_mhz": {"median": 1700.0}, "temperature_c": None}],
+        "throttled": {"power_cap": {"steps": 4, "share": 0.4, "positions": [0, 1, 2, 3]}},
+    }
     record = Record(status, version="1.0", torch="2.11.0", card="NVIDIA H100 80GB HBM3", master_weights="float32")
     return dataclasses.replace(
         record, steps=10, tokens=1280, seconds=seconds, step_times_s=[seconds / 10] * 10, telemetry=telemetry
@@ -111,7 +115,9 @@ def test_repeats_take_turns_with_the_best_micro_batch_and_go_on_where_they_ended
     table = bench.publish(tmp_path / "results")
     assert "missing: the package torchtitan is not installed" in table
     assert "| 2.000" in table  # to the best peer
-    assert json.loads((tmp_path / "results" / "peers-llama3-1.5b.json").read_text())[0]["clock_and_power"]
+    written = json.loads((tmp_path / "results" / "peers-llama3-1.5b.json").read_text())
+    conditions = {"samples": 3, "power_w": 650.0, "sm_clock_mhz": 1700.0, "temperature_c": None}
+    assert written[0]["clock_and_power"] == [conditions | {"throttled_steps": {"power_cap": 4}}] * 3
     assert (tmp_path / "results" / "peers-llama3-1.5b.png").stat().st_size > 1000
 
 
