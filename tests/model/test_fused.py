@@ -36,12 +36,16 @@ def test_all_of_this_under_the_interpreter() -> None:
     run_interpreted(__file__)
 
 
-def fused(kind: str) -> Operations:
-    return replace(PLAIN, **LOADERS[kind]())
+def fused(kind: str, in_place: bool = True) -> Operations:
+    return replace(PLAIN, **LOADERS[kind](in_place))
 
 
 def compare(
-    run: Callable[..., tuple[Tensor, ...]], kind: str, inputs: list[Tensor], without: tuple[int, ...] = ()
+    run: Callable[..., tuple[Tensor, ...]],
+    kind: str,
+    inputs: list[Tensor],
+    without: tuple[int, ...] = (),
+    in_place: bool = True,
 ) -> None:
     """run(operations, *inputs): outputs and gradients of the fused form against the plain one in float32.
 
@@ -50,7 +54,7 @@ def compare(
     dtype = inputs[0].dtype
     found, expected = (
         outputs_and_gradients(run, operations, [x.to(exact) for x in inputs], without)
-        for operations, exact in ((fused(kind), dtype), (PLAIN, torch.float32))
+        for operations, exact in ((fused(kind, in_place), dtype), (PLAIN, torch.float32))
     )
     for i, (x, y) in enumerate(zip(found, expected, strict=True)):
         assert x.dtype == dtype and x.shape == y.shape
@@ -62,7 +66,7 @@ def outputs_and_gradients(
     run: Callable[..., tuple[Tensor, ...]], operations: Operations, inputs: list[Tensor], without: tuple[int, ...]
 ) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in inputs]
-    outputs = run(operations, *leaves)
+    outputs = run(operations, *(x.clone() for x in leaves))  # a leaf must not be overwritten
     used = [y for i, y in enumerate(outputs) if i not in without]
     generator = torch.Generator().manual_seed(3)
     # gradients as a transposing attention kernel hands them over: elements side by side, heads and tokens apart
@@ -107,24 +111,27 @@ def test_add_rms_norm(device: str, dtype: torch.dtype, unused: tuple[int, ...], 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize(
     ("queries", "keys", "head_dim", "norm"), [(3, 3, 10, False), (4, 1, 8, False), (4, 2, 16, True), (3, 3, 6, True)]
 )
-def test_split_rotated(device: str, dtype: torch.dtype, queries: int, keys: int, head_dim: int, norm: bool) -> None:
+def test_split_rotated(
+    device: str, dtype: torch.dtype, in_place: bool, queries: int, keys: int, head_dim: int, norm: bool
+) -> None:
     cos, sin = rope_tables(5, head_dim, 10_000.0, torch.device(device))
 
     def split(operations: Operations, qkv: Tensor, *norms: Tensor) -> tuple[Tensor, ...]:
         return operations.split_heads(qkv, cos, sin, *(norms or (None, None)), 1e-3, queries, keys)
 
     shapes = [(2, 5, (queries + 2 * keys) * head_dim), *([(head_dim,), (head_dim,)] if norm else [])]
-    compare(split, "rope", draw(device, dtype, *shapes))
+    compare(split, "rope", draw(device, dtype, *shapes), in_place=in_place)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "architecture", [LLAMA, {**LLAMA, "num_key_value_heads": 2}, QWEN3], ids=["mha", "gqa", "qwen3"]
 )
-def test_a_whole_model(device: str, architecture: dict) -> None:
+def test_a_whole_model(device: str, architecture: dict, backend: str | None) -> None:
     """Loss and every gradient in float32; a block leaves its last addition to the next norm."""
     config = run_config(architecture)
     operations = PLAIN
@@ -134,6 +141,10 @@ def test_a_whole_model(device: str, architecture: dict) -> None:
     for chosen in (operations, PLAIN):
         torch.manual_seed(0)
         model = build_model(config, device=device, operations=chosen)
+        if backend is not None:
+            torch._dynamo.reset()
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
         batch = tokens(2, 10).to(device)
         loss = model(batch[:, :-1], batch[:, 1:])
         loss.backward()

@@ -45,19 +45,19 @@ class Operations:
 PLAIN = Operations()
 
 
-def load_norm() -> dict[str, Any]:
+def load_norm(in_place: bool = True) -> dict[str, Any]:
     from mfubench.model.fused.rms_norm import add_rms_norm
 
     return {"add_norm": add_rms_norm}
 
 
-def load_rope() -> dict[str, Any]:
-    from mfubench.model.fused.rope import split_rotated
+def load_rope(in_place: bool = True) -> dict[str, Any]:
+    from mfubench.model.fused.rope import split_in_place, split_rotated
 
-    return {"split_heads": split_rotated}
+    return {"split_heads": split_in_place if in_place else split_rotated}
 
 
-def load_swiglu() -> dict[str, Any]:
+def load_swiglu(in_place: bool = True) -> dict[str, Any]:
     from mfubench.model.fused.swiglu import swiglu as fused_swiglu
 
     return {"swiglu": fused_swiglu}
@@ -67,9 +67,16 @@ LOADERS = {"norm": load_norm, "rope": load_rope, "swiglu": load_swiglu}
 
 
 def resolve_operations(
-    requested: KernelsConfig, *, model: ModelConfig, device: torch.device | str, dtype: torch.dtype
+    requested: KernelsConfig,
+    *,
+    model: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    in_place: bool = True,
 ) -> tuple[Operations, dict[str, Choice]]:
     """The functions for this model and device, and by key of KernelsConfig what was chosen and why.
+
+    in_place: operations may overwrite what a matmul has written, which a checkpoint of matmuls' outputs forbids.
 
     `auto` and `fused` end in the fused form where the model has such an operation and a try on the device gives what
     the plain form gives, else in the plain one.
@@ -80,7 +87,7 @@ def resolve_operations(
         wanted = getattr(requested, kind)
         used, reason = "plain", None
         if wanted != "plain":
-            fused, reason = try_fused(kind, model, device, dtype)
+            fused, reason = try_fused(kind, model, device, dtype, in_place)
             if fused is not None:
                 operations, used = replace(operations, **fused), "fused"
         choices[kind] = Choice(requested=wanted, used=used, reason=reason)
@@ -88,7 +95,7 @@ def resolve_operations(
 
 
 def try_fused(
-    kind: str, model: ModelConfig, device: torch.device, dtype: torch.dtype
+    kind: str, model: ModelConfig, device: torch.device, dtype: torch.dtype, in_place: bool
 ) -> tuple[dict[str, Any] | None, str | None]:
     """The field of Operations that a fused kernel fills, or None and the reason."""
     if (reason := not_in(model, kind)) is not None:
@@ -96,7 +103,7 @@ def try_fused(
     if device.type != "cuda":
         return None, f"Triton's kernels need a CUDA device, not {device.type}"
     try:
-        fused = LOADERS[kind]()
+        fused = LOADERS[kind](in_place)
     except Exception as error:
         return None, f"needs triton ({type(error).__name__}: {error})"
     try:
@@ -135,7 +142,7 @@ def largest_difference(
     results = []
     for operations, exact in ((replace(PLAIN, **fused), dtype), (PLAIN, torch.float32)):
         leaves = [x.detach().to(exact).requires_grad_() for x in inputs]
-        outputs = run(operations, *leaves)
+        outputs = run(operations, *(x.clone() for x in leaves))  # nothing may overwrite a leaf
         weights = [torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(dtype) for y in outputs]
         gradients = torch.autograd.grad(outputs, leaves, [w.to(exact) for w in weights])
         results.append([x.detach().float() for x in (*outputs, *gradients)])

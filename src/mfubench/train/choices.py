@@ -93,7 +93,11 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
         capturable=cuda_graphs.used == "true",
     )
     operations, operation_choices = resolve_operations(
-        config.kernels, model=model, device=device, dtype=DTYPES[dtype.used]
+        config.kernels,
+        model=model,
+        device=device,
+        dtype=DTYPES[dtype.used],
+        in_place=config.activation_checkpointing != "selective",  # which keeps what matmuls have written
     )
     used = {
         "attention": attention_choice,

@@ -3,10 +3,14 @@
 qkv [B, T, (Q + 2K) D] (Q query heads, K key heads, D head_dim) -> query [B, T, Q, D], key and value [B, T, K, D].
 
     forward   reads qkv, writes q, k, v:                  2 (Q + 2K) D E = 453 MB, 0.15 ms
+              in place, without q/k-norm:                 2 (Q + K) D E = 302 MB, 0.10 ms
     backward  reads three gradients, writes one of qkv:   2 (Q + 2K) D E = 453 MB, 0.15 ms (q/k-norm: reads qkv too)
 
-The value is copied along, so that the matmul's output is free at once and the backward pass writes the one tensor that
-the matmul's backward pass reads: no concatenation. Element i of a head is paired with element i + D/2.
+In place, query and key are rotated where the matmul has left them, and the value stays; q, k and v are views. Nobody
+else reads that output: neither the matmul's nor RoPE's backward pass does. The norms' does: with them (or where a
+checkpoint keeps that output) three tensors are written, the value copied along so that the output is free at once.
+The backward pass writes the one tensor that the matmul's backward pass reads: no concatenation. Element i of a head is
+paired with element i + D/2.
 """
 
 from __future__ import annotations
@@ -89,6 +93,21 @@ def forward_kernel(
     target = value + (token * key_heads + heads - query_heads - key_heads) * head_dim + pairs
     tl.store(target, first, mask=inside & (heads >= query_heads + key_heads))
     tl.store(target + half, second, mask=inside & (heads >= query_heads + key_heads))
+
+
+@triton.jit
+def in_place_kernel(qkv, cos, sin, positions, rotated_heads, all_heads, half, HEADS: tl.constexpr, PAIRS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    heads, pairs = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
+    inside = (heads < rotated_heads) & (pairs < half)
+    place = qkv + (token * all_heads + heads) * 2 * half + pairs
+    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
+    angles = (token % positions) * half + pairs
+    cosine = tl.load(cos + angles, mask=pairs < half, other=0.0)
+    sine = tl.load(sin + angles, mask=pairs < half, other=0.0)
+    tl.store(place, (first * cosine - second * sine).to(qkv.dtype.element_ty), mask=inside)
+    tl.store(place + half, (second * cosine + first * sine).to(qkv.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -327,3 +346,58 @@ def differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 
 split_rotated.register_autograd(differentiate, setup_context=save_what_norms_need)
+
+
+@torch.library.custom_op("mfubench::rotate_in_place", mutates_args=("qkv",))
+def rotate_in_place(qkv: Tensor, cos: Tensor, sin: Tensor, query_heads: int, key_heads: int) -> None:
+    """Rotate queries and keys of a contiguous qkv [B, T, (Q + 2K) D]; cos, sin [T, D/2] float32."""
+    B, T, width = qkv.shape
+    all_heads = query_heads + 2 * key_heads
+    half = width // all_heads // 2
+    in_place_kernel[(B * T,)](
+        qkv,
+        cos.contiguous(),
+        sin.contiguous(),
+        T,
+        query_heads + key_heads,
+        all_heads,
+        half,
+        HEADS=triton.next_power_of_2(query_heads + key_heads),
+        PAIRS=triton.next_power_of_2(half),
+        num_warps=WARPS,
+    )
+
+
+class SplitInPlace(torch.autograd.Function):
+    """`split_rotated` without norms, as views of the qkv that it overwrites."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, query_heads: int, key_heads: int
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        rotate_in_place(qkv, cos, sin, query_heads, key_heads)
+        B, T, width = qkv.shape
+        all_heads = query_heads + 2 * key_heads
+        return qkv.view(B, T, all_heads, width // all_heads).split((query_heads, key_heads, key_heads), dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_qkv, _ = split_rotated_backward(*grads, None, *ctx.saved_tensors, None, None, 0.0)
+        return grad_qkv, None, None, None, None
+
+
+def split_in_place(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    eps: float,
+    query_heads: int,
+    key_heads: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`split_rotated`; without norms it overwrites qkv, which nobody may read afterwards."""
+    if query_weight is not None:
+        return split_rotated(qkv, cos, sin, query_weight, key_weight, eps, query_heads, key_heads)
+    return SplitInPlace.apply(qkv, cos, sin, query_heads, key_heads)
