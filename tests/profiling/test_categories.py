@@ -32,10 +32,10 @@ KERNELS = {
         "fmha_cutlassF_f32_aligned_64x128_rf_sm80(PyTorchMemEffAttention::Params)",
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float, SoftMaxForwardEpilogue>",
     ],
-    "norm": ["_rms_norm_forward_kernel", "rmsnorm_backward", "_layer_norm_forward_kernel"],
-    "activation": ["swiglu_forward", "_swiglu_backward_kernel", "void at::native::silu_backward_kernel"],
-    "rope": ["rope_forward", "_triton_rope", "rotary_kernel"],
-    "optimizer": ["adamw_step", "fused_adamw_kernel"],
+    "norm": ["rms_norm_forward_kernel", "_rms_norm_forward_kernel", "rmsnorm_backward", "_layer_norm_forward_kernel"],
+    "activation": ["swiglu_forward_kernel", "_swiglu_backward_kernel", "void at::native::silu_backward_kernel"],
+    "rope": ["rope_forward_kernel", "rope_in_place_kernel", "_triton_rope", "rotary_kernel"],
+    "optimizer": ["adamw_kernel", "fused_adamw_kernel"],
     "loss": ["liger_cross_entropy_kernel", "void cunn_SoftMaxForward<8, float, LogSoftMaxForwardEpilogue>"],
     "communication": [
         "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
@@ -90,6 +90,9 @@ def test_the_operators_around_decide_where_a_name_does_not():
     )
     assert category_of_kernel(multiply) == "elementwise"
     assert category_of_kernel(multiply, ("aten::rms_norm", "aten::mul")) == "norm"
+    cast = "triton_poi_fused__to_copy_exp_sub_1"
+    assert category_of_kernel(cast) == "cast"
+    assert category_of_kernel(cast, ("mfubench::chunked_cross_entropy", "Torch-Compiled Region: 1/0")) == "loss"
     assert category_of_kernel("nvjet_tst_192x192", (*hook, "aten::mm")) == "matmul"
 
 

@@ -79,9 +79,9 @@ AROUND = (
     (LOSS, r"cross_entropy|log_softmax|LogSoftmax|Nll|nll_loss"),
     (EMBEDDING, r"[Ee]mbedding"),
     (NORM, r"(rms|layer)_norm|(Rms|RMS|Layer)Norm"),
-    (ACTIVATION, r"silu|Silu|gelu|Gelu|relu|Relu"),
+    (ACTIVATION, r"silu|Silu|gelu|Gelu|relu|Relu|swiglu"),
     (ATTENTION, r"softmax|Softmax|scaled_dot_product|ScaledDotProduct|flash_attention|bmm"),
-    (ROPE, r"aten::cat$|CatBackward|aten::rope"),
+    (ROPE, r"aten::cat$|CatBackward|rotate"),
 )
 PLAIN = re.compile(r"elementwise|reduce_kernel|CatArray|index_|scatter|gather|Functor|copy_kernel|where", re.I)
 FILL = re.compile(
@@ -128,7 +128,7 @@ def category_of_kernel(name: str, host: tuple[str, ...] = ()) -> str:
     if name.startswith(("Memcpy", "Memset")):
         return COPY
     if FUSED.search(name):
-        return first_match(FUSED_FOR, name) or ELEMENTWISE
+        return category_of_fused(name, host)
     if FLASH.search(name):
         return ATTENTION
     if ADAM.search(name):
@@ -168,7 +168,7 @@ def category_of_operator(name: str, host: tuple[str, ...] = ()) -> str:
     if name == "mfubench::step" or VIEWS.match(name):
         return HOST
     if FUSED.search(name):
-        return first_match(FUSED_FOR, name) or ELEMENTWISE
+        return category_of_fused(name, host)
     own = first_match(OPERATORS, name)
     if own == COPY or own is None:
         around = category_around(host)
@@ -177,6 +177,14 @@ def category_of_operator(name: str, host: tuple[str, ...] = ()) -> str:
     if own is not None:
         return own
     return CAST if COPIES.match(name) else ELEMENTWISE
+
+
+def category_of_fused(name: str, host: tuple[str, ...]) -> str:
+    """A compiled kernel by the operators in its name; one that only casts or adds, by what it is part of."""
+    own = first_match(FUSED_FOR, name)
+    if own in (None, CAST, RESIDUAL) and (around := category_around(host)) in (LOSS, OPTIMIZER, ACCUMULATION):
+        return around
+    return own or ELEMENTWISE
 
 
 def category_around(host: tuple[str, ...]) -> str | None:

@@ -24,7 +24,7 @@ PER_MULTIPROCESSOR = 4
 
 
 @triton.jit
-def forward_kernel(hidden, update, weight, total, normed, inverse_rms, width, eps, BLOCK: tl.constexpr):
+def rms_norm_forward_kernel(hidden, update, weight, total, normed, inverse_rms, width, eps, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -41,7 +41,7 @@ def forward_kernel(hidden, update, weight, total, normed, inverse_rms, width, ep
 
 
 @triton.jit
-def backward_kernel(
+def rms_norm_backward_kernel(
     grad_total,
     grad_normed,
     total,
@@ -83,7 +83,7 @@ def add_rms_norm_with_statistics(
     total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
     inverse_rms = hidden.new_empty(rows, dtype=torch.float32)
     block = triton.next_power_of_2(width)
-    forward_kernel[(rows,)](
+    rms_norm_forward_kernel[(rows,)](
         hidden, update, weight, total, normed, inverse_rms, width, eps, BLOCK=block, num_warps=WARPS
     )
     return total, normed, inverse_rms
@@ -101,7 +101,7 @@ def add_rms_norm_backward(
     grad = torch.empty_like(total)
     programs = persistent_programs(total.device, rows, PER_MULTIPROCESSOR)
     partial_sums = total.new_empty((programs, width), dtype=torch.float32)
-    backward_kernel[(programs,)](
+    rms_norm_backward_kernel[(programs,)](
         grad_total,
         grad_normed,
         total,

@@ -46,7 +46,7 @@ def norm_weights(query_weight, key_weight, pairs, half, is_query, inside):
 
 
 @triton.jit
-def forward_kernel(
+def rope_forward_kernel(
     qkv,
     cos,
     sin,
@@ -96,7 +96,9 @@ def forward_kernel(
 
 
 @triton.jit
-def in_place_kernel(qkv, cos, sin, positions, rotated_heads, all_heads, half, HEADS: tl.constexpr, PAIRS: tl.constexpr):
+def rope_in_place_kernel(
+    qkv, cos, sin, positions, rotated_heads, all_heads, half, HEADS: tl.constexpr, PAIRS: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     heads, pairs = tl.arange(0, HEADS)[:, None], tl.arange(0, PAIRS)[None, :]
     inside = (heads < rotated_heads) & (pairs < half)
@@ -119,7 +121,7 @@ def load_halves(gradient, token_offset, head_stride, heads, pairs, half, mask):
 
 
 @triton.jit
-def backward_kernel(
+def rope_backward_kernel(
     grad_query,
     grad_key,
     grad_value,
@@ -224,7 +226,7 @@ def split_rotated(
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     query = qkv.new_empty((B, T, query_heads, head_dim))
     key, value = (qkv.new_empty((B, T, key_heads, head_dim)) for _ in range(2))
-    forward_kernel[(B * T,)](
+    rope_forward_kernel[(B * T,)](
         qkv,
         cos,
         sin,
@@ -271,7 +273,7 @@ def split_rotated_backward(
     programs = persistent_programs(grad_query.device, B * T, PER_MULTIPROCESSOR)
     norms = 2 if qkv is not None else 0
     partial_sums = grad_query.new_empty((programs, norms, head_dim), dtype=torch.float32)
-    backward_kernel[(programs,)](
+    rope_backward_kernel[(programs,)](
         *grads,
         qkv if qkv is None else qkv.contiguous(),
         cos,
@@ -354,7 +356,7 @@ def rotate_in_place(qkv: Tensor, cos: Tensor, sin: Tensor, query_heads: int, key
     B, T, width = qkv.shape
     all_heads = query_heads + 2 * key_heads
     half = width // all_heads // 2
-    in_place_kernel[(B * T,)](
+    rope_in_place_kernel[(B * T,)](
         qkv,
         cos.contiguous(),
         sin.contiguous(),

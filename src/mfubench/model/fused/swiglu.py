@@ -20,7 +20,7 @@ BLOCK, WARPS = 1024, 4  # elements of a program, 8 a thread: one load of 16 byte
 
 
 @triton.jit
-def forward_kernel(gate_up, product, width, BLOCK: tl.constexpr):
+def swiglu_forward_kernel(gate_up, product, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -31,7 +31,7 @@ def forward_kernel(gate_up, product, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(grad, gate_up, grad_gate_up, width, BLOCK: tl.constexpr):
+def swiglu_backward_kernel(grad, gate_up, grad_gate_up, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -52,7 +52,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     width = gate_up.shape[-1] // 2
     gate_up = gate_up.contiguous()
     product = gate_up.new_empty((*gate_up.shape[:-1], width))
-    forward_kernel[(product.numel() // width, triton.cdiv(width, BLOCK))](
+    swiglu_forward_kernel[(product.numel() // width, triton.cdiv(width, BLOCK))](
         gate_up, product, width, BLOCK=BLOCK, num_warps=WARPS
     )
     return product
@@ -64,7 +64,7 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     width = grad.shape[-1]
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
     grad_gate_up = torch.empty_like(gate_up)
-    backward_kernel[(grad.numel() // width, triton.cdiv(width, BLOCK))](
+    swiglu_backward_kernel[(grad.numel() // width, triton.cdiv(width, BLOCK))](
         grad, gate_up, grad_gate_up, width, BLOCK=BLOCK, num_warps=WARPS
     )
     return grad_gate_up
