@@ -128,6 +128,7 @@ def test_split_rotated(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize(
     "architecture", [LLAMA, {**LLAMA, "num_key_value_heads": 2}, QWEN3], ids=["mha", "gqa", "qwen3"]
 )
