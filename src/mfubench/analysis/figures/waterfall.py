@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -89,16 +90,20 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], profiled: Profiled, theme: Theme)
     plain_axes(axes, "x")
     reached, peak_s = 0.0, profiled.ideals.peak_s
     dark, light = theme.series[1], theme.series[0]
+    unknown: dict[str, Any] = {"facecolor": theme.band, "edgecolor": theme.muted, "hatch": "////", "linewidth": 0.5}
     right = 1000 * max(profiled.rank.step_s, profiled.measured_step_s)
     for position, bar in enumerate(bars):
         start = reached
-        color = theme.muted if bar.peak or not bar.known else light
-        axes.barh(position, 1000 * bar.ideal_s, left=1000 * start, color=color, alpha=1.0 if bar.peak else 0.45,
-                  height=0.72)  # fmt: skip
+        color = theme.muted if bar.peak else light
+        if bar.known:
+            axes.barh(position, 1000 * bar.ideal_s, left=1000 * start, color=color, alpha=1.0 if bar.peak else 0.45,
+                      height=0.72)  # fmt: skip
+        else:
+            axes.barh(position, 1000 * bar.ideal_s, left=1000 * start, height=0.72, **unknown)
         axes.barh(position, 1000 * bar.excess_s, left=1000 * (start + bar.ideal_s), color=dark, height=0.72)
         reached += bar.time_s
         axes.plot([1000 * reached] * 2, [position - 0.36, position + 1.36], color=theme.muted, linewidth=0.7)
-        share = f"   MFU {format_percent(peak_s / reached)}" if peak_s and reached else ""
+        share = f"   MFU {format_percent(peak_s / reached)}" if peak_s and peak_s <= 1.001 * reached else ""
         words = f"{'' if position == 0 else '+'}{format_milliseconds(bar.time_s)}{share}"
         # beside the bar: on its right while there is room, else on its left
         if reached * 1000 < 0.72 * right:
@@ -114,7 +119,7 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], profiled: Profiled, theme: Theme)
     axes.set_ylim(measured + 0.6, -0.6)
     axes.set_xlim(0, 1.02 * right)
     axes.set_xlabel("milliseconds of the step")
-    handles = [Patch(color=light, alpha=0.45), Patch(color=dark), Patch(color=theme.muted, alpha=0.45)]
+    handles = [Patch(color=light, alpha=0.45), Patch(color=dark), Patch(**unknown)]
     axes.legend(handles, ["at best on this machine", "could be won", "no ideal known"], loc="lower left",
                 bbox_to_anchor=(0.0, 1.0), ncols=3)  # fmt: skip
 
