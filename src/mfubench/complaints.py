@@ -10,8 +10,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 
 
-def explain(fault: Any, where: str, schema: type[BaseModel]) -> str:
-    """One pydantic fault of `schema` as a sentence for the person who wrote the file."""
+def explain(fault: Any, where: str, schema: Any) -> str:
+    """One pydantic fault of `schema` (a model, or a union of models) as a sentence for who wrote the file."""
     path = ".".join(str(part) for part in fault["loc"])
     at = f"{where}.{path}" if path else where
     found = fault.get("input")
@@ -43,9 +43,16 @@ def keys_at(schema: Any, path: Sequence[str | int]) -> list[str]:
                     inner += alternatives(place.model_fields[str(part)].annotation)
             else:
                 inner += [one for argument in get_args(place)[-1:] for one in alternatives(argument)]
-        places = inner or places  # pydantic names the chosen member of a union as a part of the path
+        places = inner or [place for place in places if is_tagged(place, part)]  # the member chosen of a union
     models = [place for place in places if isinstance(place, type) and issubclass(place, BaseModel)]
     return sorted({key for model in models for key in model.model_fields})
+
+
+def is_tagged(place: Any, tag: str | int) -> bool:
+    """Whether a model is the member of a discriminated union that goes by `tag`."""
+    return isinstance(place, type) and any(
+        tag in get_args(field.annotation) for field in getattr(place, "model_fields", {}).values()
+    )
 
 
 def alternatives(annotation: Any) -> Iterator[Any]:

@@ -76,8 +76,9 @@ def test_no_answer_from_smoke_tests(changed_study: Path):
         make_run_config(loader={"kind": "dataloader", "num_workers": 2}, cuda_graphs=True, world_size=4),
         make_run_config(model=make_model("llama2-1.36b", num_hidden_layers=4), tf32=False, dtype="float32"),
         make_run_config(device="cpu"),
+        make_run_config(kernels={"swiglu": "fused"}, communication={"bucket_mb": 50.0}),
     ],
-    ids=["plain", "dataloader", "changed-model", "cpu"],
+    ids=["plain", "dataloader", "changed-model", "cpu", "kernels"],
 )
 def test_the_command_gives_the_same_settings(config: RunConfig):
     """What `mfubench train` builds from the command is the run that was measured."""
@@ -110,3 +111,21 @@ def test_extrapolation_without_expectations_power_or_price(cpu_study: Path):
     assert parameters is not None
     assert [row.target.tokens for row in rows] == [6_000_000_000, 85_000_000_000, 20 * parameters.total]
     assert all(row.money is None and row.energy_kwh is None for row in rows)
+
+
+def test_the_interval_of_hours_is_of_a_factor(changed_study: Path):
+    """However much the processes differ, no training takes less than no time."""
+    for path, factor in (("tier1-repeat1", 20.0), ("tier1-repeat2", 0.05)):
+        slow_down(changed_study / "runs" / "tiers" / f"{path}.json", factor)
+    found = Findings.of(changed_study)
+    (answer,) = answers(found)
+    row = extrapolate(found, answer)[0]
+    assert row.hours_interval is not None and 0 < row.hours_interval.low < row.hours < row.hours_interval.high
+    assert row.hours_interval.low * row.hours_interval.high == pytest.approx(row.hours**2)
+
+
+def slow_down(path: Path, factor: float) -> None:
+    log = read_run_log(path)
+    for step in log.steps:
+        step.step_time_s *= factor
+    write_run_log(path, log)

@@ -49,3 +49,16 @@ def test_another_micro_batch_is_another_series():
     ]
     points = scaling_points({log.name: measure(log, None) for log in logs})
     assert [(point.series, point.efficiency) for point in points] == [("a", 1.0), ("b", 1.0)]
+
+
+def test_efficiency_is_the_ratio_of_the_rates_shown():
+    """However far apart the runs of one world size are."""
+    logs = [
+        make_run_log(name="scaling/a-gpus1", parallelism="none", step_time_s=0.5),
+        make_run_log(name="baseline/same", parallelism="none", step_time_s=4.0),
+        make_run_log(name="scaling/a-gpus2", world_size=2, parallelism="ddp", step_time_s=2.0),
+    ]
+    one, two = scaling_points({log.name: measure(log, None) for log in logs})
+    assert (one.processes, two.processes) == (2, 1)
+    assert two.efficiency == pytest.approx(two.tokens_per_s_per_gpu / one.tokens_per_s_per_gpu)
+    assert two.efficiency == pytest.approx((0.5 * 4.0) ** 0.5 / 2.0, rel=0.05)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import Any
+
+from pydantic import BaseModel
 
 from mfubench.analysis.effects import processes
 from mfubench.analysis.findings import Findings
@@ -21,7 +24,7 @@ NEAR_FASTEST = 0.10  # only settings this close to the fastest are called stable
 COMMAND_KEYS = (
     *("seq_len", "micro_batch_size", "gradient_accumulation_steps", "world_size", "nnodes", "parallelism"),
     *("dtype", "tf32", "fp8", "attention", "loss", "compile", "compile_mode", "compile_backend", "cuda_graphs"),
-    *("activation_checkpointing", "kernels", "loader"),
+    *("activation_checkpointing", "kernels", "communication", "loader"),
 )
 
 
@@ -32,7 +35,7 @@ class Candidate:
     case: str
     runs: tuple[Measures, ...]  # that ended well
     failures: int  # repeats that did not
-    tokens_per_s: float  # over all GPUs, mean of the processes' medians
+    tokens_per_s: float  # over all GPUs, geometric mean of the processes' medians
     against_fastest: Difference | None  # of the rate over all GPUs; None for the fastest itself
 
     @property
@@ -113,8 +116,7 @@ def total_rates(runs: list[Measures]) -> list[list[float]]:
 
 
 def total_rate(runs: list[Measures]) -> float:
-    rates = [run.tokens_per_s for run in runs if run.tokens_per_s is not None]
-    return sum(rates) / len(rates)
+    return geometric_mean(run.tokens_per_s for run in runs if run.tokens_per_s is not None)
 
 
 def unsteadiness(candidate: Candidate) -> tuple[float, float, float]:
@@ -133,10 +135,10 @@ def command_for(config: RunConfig) -> str:
     words += [f"model.{key}={as_yaml(value)}" for key, value in model_changes(config).items()]
     for key in COMMAND_KEYS:
         default = RunConfig.model_fields[key].get_default()
-        if key == "loader":
+        if isinstance(default, BaseModel):
             defaults = default.model_dump(mode="json")
             changed = {name: value for name, value in values[key].items() if value != defaults[name]}
-            words += [f"loader.{name}={as_yaml(value)}" for name, value in changed.items()]
+            words += [f"{key}.{name}={as_yaml(value)}" for name, value in changed.items()]
         elif values[key] != default:
             words.append(f"{key}={as_yaml(values[key])}")
     return " ".join(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mfubench.analysis.answer import Answer
@@ -63,7 +64,7 @@ def extrapolate_run(found: Findings, case: str, judged: Measures, target: Target
         world_size=world_size,
         iterations=target.tokens / judged.log.config.tokens_per_step,
         hours=hours,
-        hours_interval=Interval(hours * (1 - uncertainty), hours * (1 + uncertainty)) if uncertainty else None,
+        hours_interval=Interval(hours * math.exp(-uncertainty), hours * math.exp(uncertainty)) if uncertainty else None,
         gpu_hours=gpu_hours,
         energy_kwh=power_w * gpu_hours / 1000 if power_w is not None else None,
         money=price * gpu_hours if price is not None and judged.log.environment.device == "cuda" else None,
@@ -71,11 +72,11 @@ def extrapolate_run(found: Findings, case: str, judged: Measures, target: Target
 
 
 def relative_uncertainty(found: Findings, judged: Measures) -> float | None:
-    """Half-width of the rate's 95 % interval: of its steps, or of repeated processes where that is more."""
+    """Half-width of the 95 % interval of the rate's logarithm: of its steps, or of repeated processes where that is
+    more."""
     halves = []
     if judged.rate_interval is not None and judged.tokens_per_s_per_gpu is not None:
-        width = judged.rate_interval.high - judged.rate_interval.low
-        halves.append(width / 2 / judged.tokens_per_s_per_gpu.median)
+        halves.append(math.log(judged.rate_interval.high / judged.rate_interval.low) / 2)
     if found.spread is not None:
         halves.append(student_t(found.spread.degrees_of_freedom) * found.spread.log_deviation)
     return max(halves, default=None)

@@ -18,7 +18,7 @@ from mfubench.run_log import RunLog, Step
 if TYPE_CHECKING:
     from mfubench.ceilings import Ceilings
 
-LOSS_STEPS = 20  # the last steps whose median is called the final loss
+LOSS_STEPS = 20  # last steps whose median is the final loss; of a short run its last quarter
 OUTLIER_SHARE = 0.02  # a step counts as an outlier only when it is 2 % slower than the median, too
 
 
@@ -149,7 +149,7 @@ def matmul_ceiling(log: RunLog, ceilings: Ceilings | None) -> float | None:
 
 def final_loss(steps: Sequence[Step]) -> float | None:
     """Median training loss of the last steps; None where there are none or the last is not finite."""
-    losses = [step.loss for step in steps[-LOSS_STEPS:]]
+    losses = [step.loss for step in steps[-max(1, min(LOSS_STEPS, len(steps) // 4)) :]]
     if not losses or losses[-1] is None:
         return None
     return float(np.median([loss for loss in losses if loss is not None]))

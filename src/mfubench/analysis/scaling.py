@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from mfubench.analysis.effects import settings_that_ran, spread_between_processes
 from mfubench.analysis.measures import Measures
@@ -15,7 +17,7 @@ WORLD_SIZE_SUFFIX = re.compile(r"-gpus\d+$")
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One world size of a series, against the series' smallest."""
+    """One world size of a series, against the series' smallest. Rates are geometric means over the processes."""
 
     series: str
     case: str
@@ -25,6 +27,7 @@ class ScalingPoint:
     efficiency: float  # rate per GPU over that of the smallest world size
     interval: Interval | None  # 95 %, of the efficiency; None at the smallest
     reference_world_size: int
+    processes: int  # that ran these settings, under whatever case name
 
 
 def scaling_points(measures: dict[str, Measures]) -> list[ScalingPoint]:
@@ -35,21 +38,31 @@ def scaling_points(measures: dict[str, Measures]) -> list[ScalingPoint]:
         smallest = min(members)
         reference = members[smallest]
         for world_size, runs in sorted(members.items()):
-            rates = [run.tokens_per_s_per_gpu.median for run in runs if run.tokens_per_s_per_gpu]
-            rate = sum(rates) / len(rates)
-            reference_rates = [run.tokens_per_s_per_gpu.median for run in reference if run.tokens_per_s_per_gpu]
-            efficiency = rate / (sum(reference_rates) / len(reference_rates))
+            rate = rate_of(runs)
             interval = None
             if world_size != smallest:
                 change = difference([run.rates for run in runs], [run.rates for run in reference], spread)
                 if change is not None:
-                    efficiency = 1 + change.change
                     interval = Interval(1 + change.interval.low, 1 + change.interval.high)
-            case = next((run.log.name for run in runs if run.log.config.stage == "scaling"), runs[0].log.name)
             points.append(
-                ScalingPoint(series, case, world_size, rate, rate * world_size, efficiency, interval, smallest)
+                ScalingPoint(
+                    series=series,
+                    case=next((run.log.name for run in runs if run.log.config.stage == "scaling"), runs[0].log.name),
+                    world_size=world_size,
+                    tokens_per_s_per_gpu=rate,
+                    tokens_per_s=rate * world_size,
+                    efficiency=rate / rate_of(reference),
+                    interval=interval,
+                    reference_world_size=smallest,
+                    processes=len(runs),
+                )
             )
     return points
+
+
+def rate_of(runs: Sequence[Measures]) -> float:
+    """tokens/s/GPU: geometric mean of the processes' medians, the mean that `difference` compares."""
+    return geometric_mean(run.tokens_per_s_per_gpu.median for run in runs if run.tokens_per_s_per_gpu)
 
 
 def series_of(measures: dict[str, Measures]) -> dict[str, dict[int, list[Measures]]]:

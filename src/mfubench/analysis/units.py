@@ -7,6 +7,8 @@ from collections.abc import Callable
 from mfubench.analysis.statistics import Interval, Quartiles
 
 GB_PER_GIB = 2**30 / 1e9
+NOISE_FACTOR = 4.0  # upper end of an interval over its lower: wider ones are not spelled out
+TOO_NOISY = "too noisy to tell"
 
 
 def format_rate(tokens_per_s: float) -> str:
@@ -26,9 +28,17 @@ def format_signed_percent(fraction: float, digits: int = 1) -> str:
     return f"{100 * fraction:+.{digits}f} %".replace("-", "−")
 
 
+def is_noise(low: float, high: float) -> bool:
+    """Whether an interval of a ratio is so wide that its ends say nothing but that."""
+    return low <= 0 or high / low > NOISE_FACTOR
+
+
 def format_interval(interval: Interval | None, digits: int = 1) -> str:
+    """The interval of a relative change."""
     if interval is None:
         return ""
+    if is_noise(1 + interval.low, 1 + interval.high):
+        return TOO_NOISY
     return f"{format_signed_percent(interval.low, digits)[:-2]} … {format_signed_percent(interval.high, digits)}"
 
 

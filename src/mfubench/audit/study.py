@@ -117,7 +117,10 @@ def group_of(log: RunLog) -> tuple:
 
 
 def weak_scaling(verdicts: Iterable[RunVerdict]) -> list[dict]:
-    """Efficiency of each group of runs with several world sizes: tokens/s/GPU of the largest over the smallest's."""
+    """Efficiency of each group of runs with several world sizes: tokens/s/GPU of the largest over the smallest's.
+
+    Of several runs of one world size the geometric mean, as in the report.
+    """
     rates: dict[tuple, dict[int, list[float]]] = {}
     names: dict[tuple, dict[int, str]] = {}
     for verdict in verdicts:
@@ -131,13 +134,17 @@ def weak_scaling(verdicts: Iterable[RunVerdict]) -> list[dict]:
         if len(by_size) < 2:
             continue
         smallest, largest = min(by_size), max(by_size)
-        efficiency = statistics.median(by_size[largest]) / statistics.median(by_size[smallest])
+        rate = {size: statistics.geometric_mean(by_size[size]) for size in (smallest, largest)}
         series.append(
             {
-                "from": names[group][smallest],
-                "to": names[group][largest],
+                "from": describe_runs(names[group][smallest], len(by_size[smallest])),
+                "to": describe_runs(names[group][largest], len(by_size[largest])),
                 "world_sizes": [smallest, largest],
-                "efficiency": round(efficiency, 4),
+                "efficiency": round(rate[largest] / rate[smallest], 4),
             }
         )
     return series
+
+
+def describe_runs(name: str, count: int) -> str:
+    return name if count == 1 else f"{name} and {count - 1} more with its settings"

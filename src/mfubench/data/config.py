@@ -165,16 +165,16 @@ TokenizerConfig = Annotated[BpeTokenizer | HubTokenizer | FolderTokenizer | File
 
 def dataset_from_json(text: str) -> DatasetConfig:
     """The inverse of to_json; raises ConfigError."""
-    return _from_json(TypeAdapter(DatasetConfig), text, "dataset")
+    return _from_json(DatasetConfig, text, "dataset")
 
 
 def tokenizer_from_json(text: str) -> TokenizerConfig:
     """The inverse of to_json; raises ConfigError."""
-    return _from_json(TypeAdapter(TokenizerConfig), text, "tokenizer")
+    return _from_json(TokenizerConfig, text, "tokenizer")
 
 
-def _from_json(adapter: TypeAdapter[Any], text: str, where: str) -> Any:
+def _from_json(schema: Any, text: str, where: str) -> Any:
     try:
-        return adapter.validate_json(text)
+        return TypeAdapter(schema).validate_json(text)
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(fault, where) for fault in error.errors())) from None
+        raise ConfigError("\n".join(explain(fault, where, schema) for fault in error.errors())) from None

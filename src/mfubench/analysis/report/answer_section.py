@@ -31,10 +31,11 @@ def answer_blocks(found: Findings, answer: Answer) -> list[Block]:
     fastest = answer.fastest
     near = f"of the settings within {100 * NEAR_FASTEST:.0f} % of the fastest"
     cards = [card("Fastest", fastest, found, fastest_note(answer))]
-    if answer.most_stable.case == fastest.case:
-        cards[0] = card("Fastest and most stable", fastest, found, fastest_note(answer))
-    else:
-        cards.append(card("Most stable", answer.most_stable, found, near))
+    if not unevenness(answer.most_stable):  # else nothing here deserves the name
+        if answer.most_stable.case == fastest.case:
+            cards[0] = card("Fastest and most stable", fastest, found, fastest_note(answer))
+        else:
+            cards.append(card("Most stable", answer.most_stable, found, near))
     if answer.least_memory is not None and answer.least_memory.case != fastest.case:
         cards.append(card("Least memory", answer.least_memory, found, near))
     shown = answer.candidates[:MOST_CANDIDATES]
@@ -49,12 +50,12 @@ def answer_blocks(found: Findings, answer: Answer) -> list[Block]:
     return [*uneven, Cards(cards), Table(columns, [candidate_row(candidate) for candidate in shown], caption)]
 
 
-def unevenness(fastest: Candidate) -> list[Block]:
+def unevenness(candidate: Candidate) -> list[Block]:
     """A warning where the steps differ so much that something else must have run on the machine."""
-    if fastest.stability is None or fastest.stability.spread <= UNEVEN:
+    if candidate.stability is None or candidate.stability.spread <= UNEVEN:
         return []
-    spread = format_percent(fastest.stability.spread, 0)
-    return [Notice(f"The step times of the fastest setting spread by {spread}: other work seems to have run on this "
+    spread = format_percent(candidate.stability.spread, 0)
+    return [Notice(f"The step times of `{candidate.case}` spread by {spread}: other work seems to have run on this "
                    "machine, or its clocks did not settle. Take every rate here as rough.")]  # fmt: skip
 
 

@@ -6,16 +6,18 @@ from mfubench.analysis.answer import answers
 from mfubench.analysis.extrapolation import Extrapolation, extrapolate
 from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.measures import fallbacks
+from mfubench.analysis.measures import LOSS_STEPS, fallbacks
 from mfubench.analysis.report.blocks import Block, Folded, Notice, Section, Table, Text
 from mfubench.analysis.statistics import Quartiles
 from mfubench.analysis.units import (
+    TOO_NOISY,
     format_count,
     format_gib,
     format_hours,
     format_percent,
     format_quartiles,
     format_rate,
+    is_noise,
 )
 
 
@@ -38,8 +40,12 @@ def runs_section(found: Findings) -> Section:
             ]
         )
     columns = ["case|", "status|", "world size", "micro-batch × accumulation", "tokens/s each: median (quartiles)"]
-    columns += ["total tokens / total time", "palm", "matmul", "causal", "HFU", "MAMFU", "memory", "loss"]
-    table = Table(columns, rows, "All runs; MFU by every convention")
+    columns += ["total tokens / total time", "palm", "matmul", "causal", "HFU", "MAMFU", "memory", "last loss"]
+    caption = (
+        f"All runs; MFU by every convention; last loss: the median of the last {LOSS_STEPS} steps, "
+        f"in a run of less than {4 * LOSS_STEPS} of its last quarter"
+    )
+    table = Table(columns, rows, caption)
     problems: dict[str, int] = {}
     for name, judged in found.measures.items():
         if judged.peak_problem:
@@ -116,7 +122,9 @@ def extrapolation_section(found: Findings) -> Section:
 
 def extrapolation_row(item: Extrapolation) -> list[str]:
     interval = "–"
-    if item.hours_interval is not None:
+    if item.hours_interval is not None and is_noise(item.hours_interval.low, item.hours_interval.high):
+        interval = TOO_NOISY
+    elif item.hours_interval is not None:
         interval = f"{format_hours(item.hours_interval.low)} – {format_hours(item.hours_interval.high)}"
     return [
         format_count(item.target.tokens),

@@ -15,13 +15,16 @@ from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.report.blocks import Block, Figure, Section, Table, Text
 from mfubench.analysis.report.expectation_sections import MARKS
+from mfubench.analysis.scaling import ScalingPoint
 from mfubench.analysis.units import (
+    TOO_NOISY,
     format_gib,
     format_interval,
     format_percent,
     format_rate,
     format_seconds,
     format_signed_percent,
+    is_noise,
 )
 from mfubench.run_log import Evaluation
 
@@ -34,11 +37,14 @@ def effects_section(found: Findings) -> Section:
             "(**within-run only**): another process may differ by more. Raise `repeats` in the study to know."
         )
     else:
-        band = format_percent(no_difference_band(spread), 2)
+        band = no_difference_band(spread)
+        told_apart = f"that differ by less than {format_percent(band, 2)} show **no difference**"
+        if is_noise(1 / (1 + band), 1 + band):
+            told_apart = "differ so much that hardly any setting can be told from another"
         basis = (
             f"{spread.processes} processes of {spread.cases} settings that ran more than once tell how much processes "
             f"differ on this machine: {format_percent(spread.log_deviation, 2)}, the standard deviation of the median "
-            f"rate. Two single processes that differ by less than {band} show **no difference**; an interval is never "
+            f"rate. Two single processes {told_apart}; an interval is never "
             "narrower than the steps themselves allow (block bootstrap)."
         )
     blocks: list[Block] = [Text(basis)]
@@ -86,7 +92,16 @@ def scaling_section(found: Findings) -> Section:
     alt = "Efficiency per GPU against the number of GPUs, and the rate over all of them."
     blocks.append(Figure("scaling", alt, scaling.draw))
     if found.scaling:
-        columns = ["series|", "world size", per_gpu(found), "tokens/s in all", "efficiency", "95 % interval", "case|"]
+        columns = [
+            "series|",
+            "world size",
+            per_gpu(found),
+            "tokens/s in all",
+            "efficiency",
+            "95 % interval",
+            "runs",
+            "case|",
+        ]
         rows = [
             [
                 point.series,
@@ -94,16 +109,26 @@ def scaling_section(found: Findings) -> Section:
                 format_rate(point.tokens_per_s_per_gpu),
                 format_rate(point.tokens_per_s),
                 format_percent(point.efficiency),
-                f"{format_percent(point.interval.low)} – {format_percent(point.interval.high)}"
-                if point.interval
-                else "–",
+                efficiency_interval(point),
+                str(point.processes),
                 f"`{point.case}`",
             ]
             for point in found.scaling
         ]
-        caption = "Weak scaling: the same micro-batch and accumulation for each; against the smallest world size"
+        caption = (
+            "Weak scaling: the same micro-batch and accumulation for each; against the smallest world size. Rates are "
+            "geometric means over all runs of these settings, of whatever stage"
+        )
         blocks.append(Table(columns, rows, caption))
     return Section("scaling", "Scaling", blocks)
+
+
+def efficiency_interval(point: ScalingPoint) -> str:
+    if point.interval is None:
+        return "–"
+    if is_noise(point.interval.low, point.interval.high):
+        return TOO_NOISY
+    return f"{format_percent(point.interval.low)} – {format_percent(point.interval.high)}"
 
 
 def memory_section(found: Findings) -> Section:
