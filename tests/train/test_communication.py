@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from train.test_gpu import FLOAT32, assert_graphs, gpu_config, needs_cards
 from train.train_runs import grad_norms, losses, run_here, run_many, tiny_config
 
 from mfubench.config import CommunicationConfig, ConfigError, RunConfig, parse
@@ -86,6 +87,41 @@ def test_four_processes_in_two_groups(reference, data, tmp_path):
         assert_same(log, reference)
         if key != "zero1":
             assert f"sharded among {configs[key].communication.shard_ranks} ranks" in log.used["parallelism"].reason
+
+
+@pytest.mark.multigpu
+@needs_cards(2)
+def test_two_cards(data, tmp_path):
+    """Streams of their own, captured steps: gathers and reductions are waited for wherever they must."""
+    evaluation = {"interval": 5, "iters": 2, "at_end": True}
+
+    def on_cards(parallelism: str, communication: dict, **options):
+        options = FLOAT32 | {"evaluation": evaluation, "parallelism": parallelism} | options
+        return gpu_config(2, 4, communication=communication, **options)
+
+    configs = {
+        "late": on_cards("zero1", {"overlap_gather": False}),
+        "early": on_cards("zero1", {}),
+        "compiled": on_cards("zero1", {"bucket_mb": 0.5, "first_bucket_mb": 0.1}, compile="block"),
+        "graphs": on_cards("zero1", {}, compile="block", cuda_graphs=True),
+        "resharded": on_cards("fsdp", {"reshard_after_forward": "always", "prefetch_blocks": 2}),
+        "copies": on_cards("fsdp", {"shard_ranks": 1}),
+    }
+    rounded = {
+        f"{parallelism}-rounded": on_cards(parallelism, {"reduce_dtype": "bfloat16"})
+        for parallelism in ("ddp", "zero1", "fsdp")
+    }
+    logs = run_many(configs | rounded, data, tmp_path, timeout_s=540)
+    late = logs["late"]
+    for key, log in logs.items():
+        assert log.status == "ok", key
+        relative = 2e-3 if key in rounded else 1e-4
+        assert losses(log) == pytest.approx(losses(late), rel=relative), key
+        found = [evaluation.loss for evaluation in log.evaluations]
+        assert found == pytest.approx([evaluation.loss for evaluation in late.evaluations], rel=relative), key
+        first, second = (torch.load(tmp_path / key / f"weights-{rank}.pt", map_location="cpu") for rank in range(2))
+        assert all(torch.equal(first[name], second[name]) for name in first), key
+    assert_graphs(logs["graphs"])
 
 
 def test_bucket_sizes():
