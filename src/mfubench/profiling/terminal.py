@@ -9,8 +9,15 @@ from rich.table import Table
 
 from mfubench.config import ConfigError
 from mfubench.profiling.breakdown import Breakdown, RankBreakdown, break_down
-from mfubench.profiling.categories import CATEGORIES
+from mfubench.profiling.categories import CATEGORIES, COMMUNICATION, DATA, HOST, QUEUE
 from mfubench.profiling.trace_file import read_trace
+
+WORDS = {
+    COMMUNICATION: "communication, exposed",
+    HOST: "the host was behind",  # on a CPU: Python between operators
+    QUEUE: "gaps between launched kernels",
+    DATA: "waiting for data",
+}
 
 
 def show_profile(what: Path, kernels: int, console: Console | None = None) -> None:
@@ -48,7 +55,7 @@ def trace_of(what: Path) -> Path:
 
 def parts_table(found: Breakdown) -> Table:
     """Milliseconds of each category on each rank; a column adds up to the step."""
-    table = Table(title=f"{found.name}: one step, milliseconds (left out of the trace: {found.left_out})")
+    table = Table(title=f"{found.name}: one step, milliseconds")
     table.add_column("part")
     for rank in found.ranks:
         table.add_column(f"rank {rank.rank}", justify="right")
@@ -57,7 +64,9 @@ def parts_table(found: Breakdown) -> Table:
         times = [rank.parts[category] for rank in found.ranks]
         if any(times):
             share = found.slowest.parts[category] / found.slowest.step_s
-            table.add_row(category, *(f"{1000 * seconds:,.3f}" for seconds in times), f"{100 * share:.1f} %")
+            table.add_row(
+                WORDS.get(category, category), *(f"{1000 * seconds:,.3f}" for seconds in times), f"{100 * share:.1f} %"
+            )
     table.add_section()
     table.add_row("step", *(f"{1000 * rank.step_s:,.3f}" for rank in found.ranks), "100.0 %")
     if all(rank.waiting_s is not None for rank in found.ranks):
@@ -67,11 +76,11 @@ def parts_table(found: Breakdown) -> Table:
 
 def kernels_table(rank: RankBreakdown, count: int) -> Table:
     table = Table(title=f"the longest of {len(rank.kernels)} kernels, rank {rank.rank}")
-    table.add_column("name", overflow="ellipsis", no_wrap=True, ratio=1)
-    table.add_column("category", no_wrap=True)
-    for title in ("count", "total ms", "median µs"):
-        table.add_column(title, justify="right", no_wrap=True)
+    for title, width in (("total ms", 9), ("count", 5), ("median µs", 9)):
+        table.add_column(title, justify="right", min_width=width)
+    table.add_column("part", min_width=max(map(len, CATEGORIES)))
+    table.add_column("name", overflow="ellipsis", no_wrap=True)
     for kernel in rank.kernels[:count]:
-        numbers = (str(kernel.count), f"{1000 * kernel.total_s:,.3f}", f"{1e6 * kernel.median_s:,.1f}")
-        table.add_row(kernel.name, kernel.category, *numbers)
+        numbers = (f"{1000 * kernel.total_s:,.3f}", str(kernel.count), f"{1e6 * kernel.median_s:,.1f}")
+        table.add_row(*numbers, kernel.category, kernel.name)
     return table
