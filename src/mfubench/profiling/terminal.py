@@ -12,6 +12,7 @@ from mfubench.profiling.breakdown import Breakdown, RankBreakdown, break_down
 from mfubench.profiling.categories import CATEGORIES, COMMUNICATION, DATA, HOST, QUEUE
 from mfubench.profiling.trace_file import read_trace
 
+NUMBERS_WIDTH = 68  # of the kernels' table beside the names, borders and the longest category included
 WORDS = {
     COMMUNICATION: "communication, exposed",
     HOST: "the host was behind",  # on a CPU: Python between operators
@@ -33,7 +34,7 @@ def show_profile(what: Path, kernels: int, console: Console | None = None) -> No
     if rank.hidden_communication_s:
         console.print(f"hidden behind compute: {1000 * rank.hidden_communication_s:.3g} ms of communication")
     if kernels:
-        console.print(kernels_table(rank, kernels))
+        console.print(kernels_table(rank, kernels, console.width - NUMBERS_WIDTH))
 
 
 def trace_of(what: Path) -> Path:
@@ -74,13 +75,15 @@ def parts_table(found: Breakdown) -> Table:
     return table
 
 
-def kernels_table(rank: RankBreakdown, count: int) -> Table:
+def kernels_table(rank: RankBreakdown, count: int, name_width: int) -> Table:
+    """The longest kernels, names cut to a width."""
     table = Table(title=f"the longest of {len(rank.kernels)} kernels, rank {rank.rank}")
-    for title, width in (("total ms", 9), ("count", 5), ("median µs", 9)):
-        table.add_column(title, justify="right", min_width=width)
-    table.add_column("part", min_width=max(map(len, CATEGORIES)))
-    table.add_column("name", overflow="ellipsis", no_wrap=True)
+    for title in ("total ms", "count", "median µs"):
+        table.add_column(title, justify="right")
+    table.add_column("part")
+    table.add_column("name")
     for kernel in rank.kernels[:count]:
         numbers = (f"{1000 * kernel.total_s:,.3f}", str(kernel.count), f"{1e6 * kernel.median_s:,.1f}")
-        table.add_row(*numbers, kernel.category, kernel.name)
+        name = kernel.name if len(kernel.name) <= name_width else f"{kernel.name[: max(name_width, 12) - 1]}…"
+        table.add_row(*numbers, kernel.category, name)
     return table
