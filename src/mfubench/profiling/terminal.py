@@ -12,7 +12,7 @@ from mfubench.profiling.breakdown import Breakdown, RankBreakdown, break_down
 from mfubench.profiling.categories import CATEGORIES, COMMUNICATION, DATA, HOST, QUEUE
 from mfubench.profiling.trace_file import read_trace
 
-NUMBERS_WIDTH = 68  # of the kernels' table beside the names, borders and the longest category included
+NUMBERS_WIDTH = 48  # of the kernels' table beside the names, with its borders
 WORDS = {
     COMMUNICATION: "communication, exposed",
     HOST: "the host was behind",  # on a CPU: Python between operators
