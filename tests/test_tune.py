@@ -282,23 +282,33 @@ def tune(*words):
 
 
 def test_one_real_trial_is_made_once(tmp_path, monkeypatch):
-    """A budget of no time allows the first trial; the second time it is known, and there is time for no other."""
+    """The only setting there is; the second time it is known, and takes no time."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     data, folder = write_dataset(tmp_path / "tiny"), tmp_path / "tune"
-    first = tune("--data", data, "--output", folder, "--minutes", 0)
+    only_one = ("--data", data, "--output", folder, "--checkpointing", "none", "--global-batch-size", 1)
+    first = tune(*only_one, "--minutes", 10)
     assert first.exit_code == 0, first.output
     assert "1 trials" in first.output
-    assert "the budget ended" in first.output
     (run,) = (folder / "runs").glob("*.json")
     log, written = read_run_log(run), run.stat().st_mtime_ns
-    assert log.config.name == "tune/none-none-micro-batch8-accumulation4"
+    assert log.config.name == "tune/none-none-micro-batch1-accumulation1"
 
-    again = tune("--data", data, "--output", folder, "--minutes", 0)
+    again = tune(*only_one, "--minutes", 0)
+    assert again.exit_code == 0, again.output
     assert "1 known from earlier runs" in again.output
     assert run.stat().st_mtime_ns == written
     result = json.loads((folder / "tune.json").read_text())
     assert result["trials"][0]["cached"]
-    assert result["best"]["setting"]["micro_batch_size"] == 8
+    assert result["best"]["setting"]["micro_batch_size"] == 1
+
+
+def test_a_trial_ends_with_the_budget_and_nothing_is_said_to_fit_or_not(tmp_path):
+    data, folder = write_dataset(tmp_path / "tiny"), tmp_path / "tune"
+    result = tune("--data", data, "--output", folder, "--minutes", 0)
+    assert result.exit_code == 1
+    assert "the budget ended before everything was tried" in result.output
+    assert "Nothing was measured: give it more --minutes." in result.output
+    assert not list((folder / "runs").glob("*.json"))
 
 
 @pytest.mark.slow

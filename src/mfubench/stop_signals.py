@@ -25,11 +25,13 @@ def on_stop(act: Callable[[int], object]) -> Iterator[None]:
 def run_handing_on(
     command: Sequence[str],
     hand_on: Callable[[subprocess.Popen[bytes], int], object] = subprocess.Popen.send_signal,
+    patience_s: float | None = None,
     **options: Any,
 ) -> int:
     """Run a command to its end and return its exit code; a signal to stop goes to `hand_on`, by default to the command.
 
-    One that comes before the command's process exists is handed on once it does. options: of Popen.
+    One that comes before the command's process exists is handed on once it does. After `patience_s` seconds the
+    command is asked to stop as by SIGTERM. options: of Popen.
     """
     early: list[int] = []
     process: subprocess.Popen[bytes] | None = None
@@ -44,4 +46,8 @@ def run_handing_on(
         process = subprocess.Popen(command, **options)
         for number in early:
             hand_on(process, number)
-        return process.wait()
+        try:
+            return process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            hand_on(process, signal.SIGTERM)
+            return process.wait()

@@ -60,10 +60,12 @@ def start_training(
     tokenizer: Path | None = None,
     ceilings: Path | None = None,
     start_from: Path | None = None,
+    patience_s: float | None = None,
 ) -> int:
     """Run the engine in a process of its own, pass signals on to it, and return its exit code.
 
-    0: a run JSON was written (ok, oom, diverged or skipped); 75: stopped by SIGTERM with a checkpoint; else failed.
+    0: a run JSON was written (ok, oom, diverged or skipped); 75: stopped by SIGTERM, or after `patience_s` seconds, with
+    a checkpoint; else failed.
     """
     command = [sys.executable, "-m", "mfubench.train.launch", "--config", config, "--data", str(data)]
     command += ["--work", str(work), "--output", str(output), "--resume", resume]
@@ -73,4 +75,4 @@ def start_training(
         command += ["--ceilings", str(ceilings)]
     if start_from is not None:
         command += ["--start-from", str(start_from)]
-    return run_handing_on(command)
+    return run_handing_on(command, patience_s=patience_s)

@@ -14,7 +14,7 @@ def tune(
         list[str] | None, typer.Argument(help="RunConfig keys that all trials share: key=value …")
     ] = None,
     data: Annotated[Path, typer.Option(help="Folder of a prepared dataset.")] = Path("resources/datasets/stdlib"),
-    minutes: Annotated[float, typer.Option(help="Budget; no trial is begun that would exceed it.", min=0.0)] = 20.0,
+    minutes: Annotated[float, typer.Option(help="Budget; what is not measured by then is left.", min=0.0)] = 20.0,
     gpus: Annotated[int | None, typer.Option(help="GPUs to use; default: all. Without GPUs: processes.", min=1)] = None,
     memory_gib: Annotated[
         float | None, typer.Option(help="Memory that a process may take; default: the card's, or the machine's.")

@@ -23,10 +23,19 @@ def format_outcome(outcome: Outcome, request: Request) -> str:
     )
     lines += [f"note: {note}" for note in outcome.notes]
     if outcome.best is None or outcome.config is None:
-        lines.append("No setting fits: try more GPUs, a shorter seq_len or a smaller --margin.")
+        lines.append(why_nothing(outcome.trials))
         return "\n".join(lines)
     lines += ["", "Fastest within the margin (max_iters is yours to choose):", command(outcome.config, request)]
     return "\n".join(lines)
+
+
+def why_nothing(trials: Sequence[Trial]) -> str:
+    """Why there is no best setting."""
+    if not trials:
+        return "Nothing was measured: give it more --minutes."
+    if all(trial.status == "failed" for trial in trials):
+        return "Every trial failed; the reasons stand above, each run's log in its work folder."
+    return "No setting fits: try more GPUs, a shorter seq_len or a smaller --margin."
 
 
 def format_trials(trials: Sequence[Trial], best: Trial | None, usable_gib: float) -> str:

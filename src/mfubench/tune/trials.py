@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -24,13 +25,14 @@ from mfubench.memory import estimate_memory
 from mfubench.run_log import RunLog, read_run_log, write_json
 from mfubench.step_model import resolve_loss
 from mfubench.training_job import start_training
-from mfubench.tune.search import LARGEST_MICRO_BATCH, Search, Setting, Space, Trial
+from mfubench.tune.search import LARGEST_MICRO_BATCH, BudgetSpent, Search, Setting, Space, Trial
 
 TUNED = ("micro_batch_size", "gradient_accumulation_steps", "parallelism", "activation_checkpointing", "world_size")
 SOURCE = Path(mfubench.__file__).parent
 # What a trial's numbers depend on beside its configuration and the machine
 TRAINING_CODE = ("config.py", "run_log.py", "model", "train", "data/reader.py")
-STOPPED = 75  # exit code of a run that was asked to stop
+# Exit codes of a run that was asked to stop: in order, or before it could listen
+STOPPED = (75, -signal.SIGTERM, -signal.SIGINT)
 START_ON_CPU = 8  # first micro-batch where memory is the whole machine's and would allow thousands
 
 
@@ -77,8 +79,11 @@ def tune(request: Request, say: Callable[[str], None] = print) -> Outcome:
         config = resolve_loss(run_of(request, setting))
         return estimate_memory(config, capacity_gib, fit=fit).total_gib
 
+    def seconds_left() -> float:
+        return request.minutes * 60 - (time.monotonic() - start)
+
     def try_setting(setting: Setting) -> Trial:
-        trial = run_trial(request, setting, place)
+        trial = run_trial(request, setting, place, seconds_left())
         say(describe(trial, usable_gib))
         return trial
 
@@ -86,7 +91,7 @@ def tune(request: Request, say: Callable[[str], None] = print) -> Outcome:
         space_of(request, usable_gib),
         estimate_gib if request.on_cards else lambda setting: 0.0,  # the count is of a GPU's memory
         try_setting,
-        seconds_left=lambda: request.minutes * 60 - (time.monotonic() - start),
+        seconds_left,
     )
     with cards_for_job(card_arguments(request)):
         best = search.run()
@@ -191,10 +196,10 @@ def fingerprint() -> str:
     return identity + code_digest([SOURCE / name for name in TRAINING_CODE])
 
 
-def run_trial(request: Request, setting: Setting, place: str) -> Trial:
+def run_trial(request: Request, setting: Setting, place: str, seconds_left: float) -> Trial:
     """Take the run of this very configuration from the folder, or make it. `place`: see `fingerprint`.
 
-    Raises KeyboardInterrupt when the run was asked to stop.
+    Raises BudgetSpent when it was not done after `seconds_left`, KeyboardInterrupt when somebody else stopped it.
     """
     config = run_of(request, setting)
     digest = hashlib.sha256((place + config.to_json()).encode()).hexdigest()[:12]
@@ -203,10 +208,13 @@ def run_trial(request: Request, setting: Setting, place: str) -> Trial:
         return replace(trial_of(setting, read_run_log(output), 0.0), cached=True)
     start = time.monotonic()
     work = request.folder / "work" / f"{setting.name}-{digest}"
-    code = start_training(config.to_json(), data=request.data, tokenizer=None, work=work, output=output, resume="never")
+    patience_s = max(0.0, seconds_left)
+    code = start_training(
+        config.to_json(), data=request.data, work=work, output=output, resume="never", patience_s=patience_s
+    )
     seconds = time.monotonic() - start
-    if code == STOPPED:
-        raise KeyboardInterrupt
+    if code in STOPPED:
+        raise BudgetSpent if seconds >= patience_s else KeyboardInterrupt
     if code != 0:
         return Trial(setting, "failed", f"exit code {code}, see {work}", 0.0, None, None, seconds)
     return trial_of(setting, read_run_log(output), seconds)
