@@ -291,8 +291,19 @@ def test_error_bars_cover_what_was_not_seen():
     for position, one in enumerate(observations):
         rest = calibrate([*observations[:position], *observations[position + 1 :]])
         error = rest.step_seconds(one.terms) / one.step_s - 1
-        inside += abs(error) <= rest.error_fraction(one.terms, one.gpu)
+        inside += abs(error) <= rest.error_fraction(one.terms, one.gpu, one.config)
     assert inside >= 0.9 * len(observations)
+
+
+def test_the_error_bar_is_wider_for_what_no_run_was():
+    observations = [one for one in observe(study()) if one.config.world_size == 1]
+    calibration = calibrate(observations)
+    one = observations[0]
+    unlike = one.config.model_copy(update={"world_size": 16, "nnodes": 2, "parallelism": "fsdp"})
+    assert calibration.unseen(one.config) == []
+    assert calibration.unseen(unlike) == ["several cards", "fsdp", "several nodes"]
+    narrow, wide = (calibration.error_fraction(one.terms, one.gpu, config) for config in (one.config, unlike))
+    assert wide > 1.96 * 0.03 * 3**0.5 > 0 and wide > narrow
 
 
 def test_leave_one_out_does_not_know_the_run_it_predicts():

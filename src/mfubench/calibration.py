@@ -19,6 +19,7 @@ import numpy as np
 from mfubench import measured_runs
 from mfubench.card_rates import Beliefs, load_beliefs
 from mfubench.ceilings import Ceilings
+from mfubench.config import RunConfig
 from mfubench.measured_runs import MemoryObservation, Observation
 from mfubench.memory import MemoryFit, estimate_memory
 
@@ -37,6 +38,7 @@ class Calibration:
     left_out_runs: float | None  # root mean square relative error of runs left out one at a time
     left_out_models: float | None  # the same, all runs of a model left out at a time
     memory: MemoryFit = field(default_factory=MemoryFit)
+    seen: frozenset[str] = frozenset()  # what the runs were, as `traits` says it
     ceilings: tuple[Ceilings, ...] = ()  # that the modelled seconds of the runs were counted with
 
     def factor(self, term: str) -> float:
@@ -45,7 +47,14 @@ class Calibration:
     def step_seconds(self, terms: dict[str, float]) -> float:
         return sum(self.factor(term) * seconds for term, seconds in terms.items())
 
-    def error_fraction(self, terms: dict[str, float], gpu_key: str) -> float:
+    def unseen(self, config: RunConfig) -> list[str]:
+        """What a run is that none of the measured ones was. Other models count while none was left out to see."""
+        if not self.runs:
+            return []
+        known = self.seen if self.left_out_models is None else self.seen | {config.model.name}
+        return [trait for trait in traits(config) if trait not in known]
+
+    def error_fraction(self, terms: dict[str, float], gpu_key: str, config: RunConfig) -> float:
         """Half-width of the 95 % interval of the step time, as a fraction of it."""
         beliefs = load_beliefs()
         variance = beliefs.model_deviation**2
@@ -60,7 +69,18 @@ class Calibration:
         variance = max(variance, seen**2)
         if self.gpus and gpu_key not in self.gpus:
             variance += beliefs.transfer_deviation**2
+        variance += len(self.unseen(config)) * beliefs.unseen_deviation**2
         return HALF_WIDTH * math.sqrt(variance)
+
+
+def traits(config: RunConfig) -> list[str]:
+    """What may make a correction learnt on other runs hold less well."""
+    kinds = [config.model.name]
+    if config.world_size > 1:
+        kinds += ["several cards", config.parallelism]
+    if config.nnodes > 1:
+        kinds.append("several nodes")
+    return kinds
 
 
 def prior(beliefs: Beliefs, term: str) -> tuple[float, float]:
@@ -113,6 +133,7 @@ def calibrate(
         left_out_runs=left_out_error([[one] for one in observations]),
         left_out_models=left_out_error(by_model),
         memory=fit_memory(peaks),
+        seen=frozenset(trait for one in observations for trait in traits(one.config)),
         ceilings=tuple(ceilings),
     )
 

@@ -51,6 +51,7 @@ class Beliefs(Strict):
     terms: dict[str, TermPrior]
     model_deviation: float = Field(gt=0)
     transfer_deviation: float = Field(ge=0)
+    unseen_deviation: float = Field(ge=0)
 
 
 @functools.cache

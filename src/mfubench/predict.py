@@ -43,6 +43,11 @@ class Prediction:
     def fits(self) -> bool:
         return self.memory.total_gib <= self.memory_capacity_gib
 
+    @property
+    def fits_surely(self) -> bool:
+        """With the error of the memory model to spare."""
+        return self.memory.total_gib * (1 + self.memory_error_fraction) <= self.memory_capacity_gib
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, units in the keys."""
         return {
@@ -60,6 +65,7 @@ class Prediction:
             "memory_error_fraction": self.memory_error_fraction,
             "memory_capacity_gib": self.memory_capacity_gib,
             "fits": self.fits,
+            "fits_surely": self.fits_surely,
             "largest_micro_batch_size": self.largest_micro_batch_size,
             "calibrated": self.calibrated,
             "basis": self.basis,
@@ -108,7 +114,7 @@ def predict(
         gpu=rates.gpu,
         config=config,
         step_time_s=step_s,
-        error_fraction=calibration.error_fraction(modelled, key),
+        error_fraction=calibration.error_fraction(modelled, key, config),
         tokens_per_s=per_gpu * config.world_size,
         tokens_per_s_per_gpu=per_gpu,
         mfu={name: mfu(per_gpu, flops_per_token(flops, name), rates.peak_tflops) for name in CONVENTIONS},
@@ -119,11 +125,11 @@ def predict(
         memory_capacity_gib=rates.memory_gib,
         largest_micro_batch_size=largest_micro_batch(config, rates.memory_gib, calibration.memory),
         calibrated=bool(calibration.runs),
-        basis=explain_basis(calibration, key, rates.measured),
+        basis=explain_basis(calibration, key, rates.measured, calibration.unseen(config)),
     )
 
 
-def explain_basis(calibration: Calibration, gpu_key: str, measured: Sequence[str]) -> str:
+def explain_basis(calibration: Calibration, gpu_key: str, measured: Sequence[str], unseen: Sequence[str]) -> str:
     """One or two sentences for people: what a prediction stands on."""
     rates = f"measured ceilings ({', '.join(measured)})" if measured else "fractions of the datasheet"
     if not calibration.runs:
@@ -135,6 +141,8 @@ def explain_basis(calibration: Calibration, gpu_key: str, measured: Sequence[str
     )
     learnt = f"Calibrated on {len(calibration.runs)} runs on {', '.join(sorted(calibration.gpus))}"
     away = "" if gpu_key in calibration.gpus else f"; {gpu_key} is another card, so the error bar is wider"
+    if unseen:
+        away += f"; not among them: {', '.join(unseen)}"
     return f"{learnt} (error {left_out or 'not known from one run'}){away}; rates are {rates}."
 
 

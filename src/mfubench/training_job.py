@@ -64,8 +64,8 @@ def start_training(
 ) -> int:
     """Run the engine in a process of its own, pass signals on to it, and return its exit code.
 
-    0: a run JSON was written (ok, oom, diverged or skipped); 75: stopped by SIGTERM, or after `patience_s` seconds, with
-    a checkpoint; else failed.
+    0: a run JSON was written (ok, oom, diverged or skipped); 75: stopped with a checkpoint, by SIGTERM or after
+    `patience_s` seconds; else failed.
     """
     command = [sys.executable, "-m", "mfubench.train.launch", "--config", config, "--data", str(data)]
     command += ["--work", str(work), "--output", str(output), "--resume", resume]

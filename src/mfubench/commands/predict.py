@@ -83,6 +83,7 @@ def describe(prediction: Any) -> str:
     """A prediction for people."""
     config, memory = prediction.config, prediction.memory
     bar = prediction.error_fraction
+    fit = "fits" if prediction.fits_surely else "may fit, too close to tell" if prediction.fits else "DOES NOT FIT"
     lines = [
         f"{config.model.name} on {config.world_size} x {prediction.gpu}: {config.parallelism}, {config.dtype}, "
         f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}, T {config.seq_len}, "
@@ -95,7 +96,7 @@ def describe(prediction: Any) -> str:
         + f" (of {prediction.peak_tflops:g} TFLOP/s dense), each ± {100 * bar:.0f} % of itself",
         f"memory    {memory.total_gib:.1f} of {prediction.memory_capacity_gib:.0f} GiB "
         f"± {100 * prediction.memory_error_fraction:.0f} %: "
-        f"{'fits' if prediction.fits else 'DOES NOT FIT'}; largest micro-batch {prediction.largest_micro_batch_size}",
+        f"{fit}; largest micro-batch {prediction.largest_micro_batch_size}",
         "time      "
         + ", ".join(
             f"{term} {100 * seconds / prediction.step_time_s:.1f} %"
