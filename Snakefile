@@ -60,6 +60,7 @@ rule all:
         f"{RESULTS}/report.html",
         f"{RESULTS}/audit.json",
         stage_files("smoke", gate=True),
+        trace_files(),
 
 
 rule tokenizers:
