@@ -212,7 +212,9 @@ class KernelsConfig(Strict):
 
     norm: Literal["auto", "plain", "fused"] = "plain"
     rope: Literal["auto", "plain", "fused"] = "plain"
-    swiglu: Literal["auto", "plain", "fused"] = "plain"
+    swiglu: Literal["auto", "plain", "fused", "recompute"] = Field(
+        "plain", description="recompute: fused, and computed again in the backward pass: less memory"
+    )
     weight_gradient: Literal["auto", "plain", "accumulate"] = "plain"
     adamw: Literal["auto", "plain", "fused"] = "plain"
 
@@ -334,6 +336,8 @@ class RunConfig(Strict):
             )
         if self.continues == self.name:
             raise ValueError(f"continues: {self.name} cannot start from its own checkpoint (a resume does)")
+        if self.fp8 and self.kernels.swiglu == "recompute":
+            raise ValueError("kernels.swiglu: recompute has a matmul of its own, which fp8 cannot replace; use fused")
         if self.fp8 and self.dtype != "bfloat16":
             raise ValueError(f"fp8 needs dtype: bfloat16 for what stays outside the float8 matmuls, not {self.dtype}")
         return self

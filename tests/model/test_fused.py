@@ -14,7 +14,15 @@ from triton_devices import CUDA, DEVICES, INTERPRETED, needs_cuda, run_interpret
 from mfubench.config import KernelsConfig, ModelConfig
 from mfubench.model import build_model
 from mfubench.model.components import rope_tables
-from mfubench.model.operations import LOADERS, PLAIN, Operations, largest_difference, resolve_operations
+from mfubench.model.operations import (
+    LOADERS,
+    PLAIN,
+    Operations,
+    largest_difference,
+    load_swiglu_linear,
+    resolve_operations,
+)
+from mfubench.model.weight_gradient import MainGradient
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of the largest value: float32 differs in the order of additions, the others in the rounding of one or two results.
@@ -92,6 +100,30 @@ def test_swiglu(device: str, dtype: torch.dtype, width: int) -> None:
     compare(swiglu, "swiglu", draw(device, dtype, (2, 3, 2 * width)))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("accumulating", [False, True])
+def test_swiglu_recomputed_behind_its_matmul(device: str, dtype: torch.dtype, accumulating: bool) -> None:
+    from mfubench.model.fused.swiglu import swiglu_linear
+
+    gate_up, weight, bias, grad = draw(device, dtype, (2, 3, 74), (5, 37), (5,), (2, 3, 5))
+    leaves = [x.clone().requires_grad_() for x in (gate_up, weight, bias)]
+    total = torch.full((5, 37), torch.nan, device=device)
+    main = MainGradient(total, torch.tensor(True), torch.empty(0, device=device, requires_grad=True))
+    found = swiglu_linear(*leaves, main if accumulating else None)
+    found.backward(grad)
+    exact = [x.float().requires_grad_() for x in (gate_up, weight, bias)]
+    expected = torch.nn.functional.linear(PLAIN.swiglu(exact[0]), *exact[1:])
+    expected.backward(grad.float())
+    assert (leaves[1].grad is None) == accumulating
+    weight_gradient = total if accumulating else leaves[1].grad
+    pairs = [(found, expected), (weight_gradient, exact[1].grad)]
+    pairs += [(leaf.grad, other.grad) for leaf, other in zip(leaves[::2], exact[::2], strict=True)]
+    for i, (x, y) in enumerate(pairs):
+        off = ((x.float() - y).abs().max() / y.abs().max()).item()
+        assert off <= 4 * TOLERANCE[dtype], f"tensor {i} is off by {off:.3g} of its largest value"
+
+
 def add_norm(operations: Operations, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     if operations.add_norm is not None:
         return operations.add_norm(hidden, update, weight, 1e-3)
@@ -138,6 +170,8 @@ def test_a_whole_model(device: str, architecture: dict, backend: str | None) -> 
     operations = PLAIN
     for load in LOADERS.values():
         operations = replace(operations, **load())
+    if backend is not None:  # compiled, and with the least memory
+        operations = replace(operations, **load_swiglu_linear())
     results = []
     for chosen in (operations, PLAIN):
         torch.manual_seed(0)

@@ -99,16 +99,28 @@ class Mlp(nn.Module):
 class SwiGlu(nn.Module):
     """silu(gate) * up -> down (arXiv 2002.05202); gate and up are one matmul, gate first."""
 
-    def __init__(self, model: ModelConfig, activation: Callable[[Tensor], Tensor] = swiglu):
+    def __init__(
+        self,
+        model: ModelConfig,
+        activation: Callable[[Tensor], Tensor] = swiglu,
+        with_linear: Callable[..., Tensor] | None = None,
+    ):
+        """with_linear: the activation and `down` in one, of (gate_up, weight, bias, main gradient)."""
         super().__init__()
-        self.activation = activation
+        self.activation, self.with_linear = activation, with_linear
         self.gate_up = Linear(model.hidden_size, 2 * model.intermediate_size, bias=model.mlp_bias)
         self.down = Linear(model.intermediate_size, model.hidden_size, bias=model.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.with_linear is not None:
+            return self.with_linear(self.gate_up(hidden), self.down.weight, self.down.bias, self.down.main)
         return self.down(self.activation(self.gate_up(hidden)))
 
 
-def make_mlp(model: ModelConfig, activation: Callable[[Tensor], Tensor] = swiglu) -> nn.Module:
-    """The model's feed-forward layer, [B, T, hidden] -> [B, T, hidden]; `activation` is SwiGLU's form."""
-    return SwiGlu(model, activation) if model.mlp == "swiglu" else Mlp(model)
+def make_mlp(
+    model: ModelConfig,
+    activation: Callable[[Tensor], Tensor] = swiglu,
+    with_linear: Callable[..., Tensor] | None = None,
+) -> nn.Module:
+    """The model's feed-forward layer, [B, T, hidden] -> [B, T, hidden]; the functions are SwiGLU's."""
+    return SwiGlu(model, activation, with_linear) if model.mlp == "swiglu" else Mlp(model)

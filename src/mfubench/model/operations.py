@@ -30,6 +30,7 @@ class Operations:
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None  # None: plain
     split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = split_heads
     swiglu: Callable[[Tensor], Tensor] = swiglu
+    swiglu_linear: Callable[..., Tensor] | None = None  # with the matmul behind, where the product is not kept
 
     def add_and_norm(self, hidden: Tensor, update: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """(hidden + update, its norm), each [B, T, hidden]; without an update, hidden is what is normalised."""
@@ -55,6 +56,12 @@ def load_rope(in_place: bool = True) -> dict[str, Any]:
     from mfubench.model.fused.rope import split_in_place, split_rotated
 
     return {"split_heads": split_in_place if in_place else split_rotated}
+
+
+def load_swiglu_linear() -> dict[str, Any]:
+    from mfubench.model.fused.swiglu import swiglu_linear
+
+    return {"swiglu_linear": swiglu_linear}
 
 
 def load_swiglu(in_place: bool = True) -> dict[str, Any]:
@@ -90,6 +97,8 @@ def resolve_operations(
             fused, reason = try_fused(kind, model, device, dtype, in_place)
             if fused is not None:
                 operations, used = replace(operations, **fused), "fused"
+            if fused is not None and wanted == "recompute":
+                operations, used = replace(operations, **load_swiglu_linear()), "recompute"
         choices[kind] = Choice(requested=wanted, used=used, reason=reason)
     return operations, choices
 
