@@ -71,7 +71,8 @@ def banner(config: RunConfig, peak: Peak | None, note: str = "") -> str:
     if peak is None:
         lines.append(f"peak           unknown: {note}")
     else:
+        kind = "measured" if peak.measured else "dense"
         half = tokens_per_s_at(0.5, terms, peak.tflops)
-        lines.append(f"peak           {peak.tflops:,.4g} TFLOP/s dense {peak.dtype}, {peak.source}")
+        lines.append(f"peak           {peak.tflops:,.4g} TFLOP/s {kind} {peak.dtype}, {peak.source}")
         lines.append(f"50 % MFU       {half:,.0f} tokens/s per device (palm), {half * config.world_size:,.0f} over all")
     return "\n".join(lines)

@@ -198,7 +198,7 @@ def peak_for_run(log: RunLog, ceilings: Ceilings | None) -> Peak:
     """
     dtype, tf32, fp8 = log.used["dtype"].used, is_on(log.used["tf32"]), is_on(log.used["fp8"])
     if log.environment.device == "cpu":
-        return measured_cpu_peak(dtype, log, ceilings)
+        return measured_cpu_peak(dtype, log.environment.cpu_threads, ceilings, log.name)
     if not log.environment.gpus:
         raise ConfigError(f"{log.name}: ran on cuda but its log names no card (environment.gpus)")
     peaks = [peak_for(gpu.name, dtype, tf32, fp8) for gpu in log.environment.gpus]
@@ -213,21 +213,20 @@ def peak_for_run(log: RunLog, ceilings: Ceilings | None) -> Peak:
     )
 
 
-def measured_cpu_peak(dtype: str, log: RunLog, ceilings: Ceilings | None) -> Peak:
+def measured_cpu_peak(dtype: str, threads: int, ceilings: Ceilings | None, name: str) -> Peak:
     """A CPU's peak for one rank: the large square matmul, measured with the rank's number of threads."""
     arithmetic = ARITHMETIC.get(dtype, dtype)
     if ceilings is None:
         raise ConfigError(
-            f"{log.name}: ran on a CPU, which has no datasheet row; its peak is measured. "
+            f"{name}: ran on a CPU, which has no datasheet row; its peak is measured. "
             "Measure the machine's ceilings first and pass them."
         )
     rate = ceilings.large_matmul_tflops(arithmetic)
     if rate is None or ceilings.device != "cpu":
         raise ConfigError(
-            f"{log.name}: the ceilings hold no {arithmetic} matmul of a CPU (measured: {ceilings.measured_dtypes()} "
+            f"{name}: the ceilings hold no {arithmetic} matmul of a CPU (measured: {ceilings.measured_dtypes()} "
             f"on {ceilings.device}); measure them again for this dtype"
         )
-    threads = log.environment.cpu_threads
     source = f"matmul measured on {ceilings.host}, {ceilings.threads} threads"
     if threads != ceilings.threads:
         rate *= threads / ceilings.threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from mfubench.slurm import needs_step, run_step
 from mfubench.stop_signals import run_handing_on
 from mfubench.train.arguments import paths_of, read_config
 from mfubench.train.failures import remove_stale
+from mfubench.train.watchdog import JOB
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,4 +77,4 @@ def start_training(
         command += ["--ceilings", str(ceilings)]
     if start_from is not None:
         command += ["--start-from", str(start_from)]
-    return run_handing_on(command, patience_s=patience_s)
+    return run_handing_on(command, patience_s=patience_s, env=os.environ | {JOB: str(os.getpid())})

@@ -21,6 +21,7 @@ from train.train_runs import (
     write_dataset,
 )
 
+from mfubench.config import ConfigError
 from mfubench.run_log import read_run_log
 from mfubench.train import failures
 from mfubench.train.launch import main
@@ -34,6 +35,13 @@ def prefetch(self):
     time.sleep(3600)
 loader.Batches.prefetch = prefetch
 sys.exit(launch.main(sys.argv[1:]))
+"""
+# The job around a launcher
+JOB = """
+import json, sys
+from pathlib import Path
+from mfubench.training_job import start_training
+sys.exit(start_training(sys.argv[1], resume="never", **{k: Path(v) for k, v in json.loads(sys.argv[2]).items()}))
 """
 TWO_RANKS = {"world_size": 2, "micro_batch_size": 4}
 
@@ -264,3 +272,48 @@ def test_what_a_rank_says_after_its_first_failure_does_not_replace_it(tmp_path):
     failures.write_failure(tmp_path, failures.Failure(0, "hang", "no progress", "", 1.0))
     failures.write_failure(tmp_path, failures.Failure(0, "error", "connection closed by peer", "", 2.0))
     assert [record.kind for record in failures.read_failures(tmp_path)] == ["hang"]
+
+
+@pytest.mark.parametrize("text", ["abc", "", "-5", "nan", "inf", "0"])
+def test_a_timeout_that_is_none_is_refused_before_anything_begins(text, data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MFUBENCH_TIMEOUT_S", text)
+    assert main(run_arguments(tiny_config(), data, tmp_path / "work")) == 1
+    assert f"MFUBENCH_TIMEOUT_S is {text!r}; set it to seconds above 0" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_run_of_one_process_takes_no_place_among_the_ranks_of_its_surroundings(data, tmp_path):
+    """A shell inside somebody's torchrun or SLURM step has such variables."""
+    strange = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MFUBENCH_LAUNCHER": "999999"}
+    code, stderr = finish_run(start_run(tiny_config(max_iters=2), data, tmp_path, **strange))
+    assert code == 0, stderr
+    assert len(read_run_log(tmp_path / "run.json").steps) == 2
+
+
+@pytest.mark.parametrize("ranks", [{}, TWO_RANKS], ids=["one", "two"])
+def test_a_run_ends_with_the_job_that_started_it(ranks, data, tmp_path):
+    """Nobody waits for its result any more, and its cards are given to others."""
+    config = tiny_config(**ranks, max_iters=100_000)
+    arguments = json.dumps({"data": str(data), "work": str(tmp_path), "output": str(tmp_path / "run.json")})
+    job = subprocess.Popen([sys.executable, "-c", JOB, config.to_json(), arguments], env=environment())
+    wait_until(lambda: (tmp_path / "live.json").exists(), 120)
+    job.kill()
+    job.wait()
+    # the folder can be locked again: launcher and ranks are gone
+    wait_until(lambda: is_free(tmp_path), 60)
+    assert not (tmp_path / "run.json").exists()
+
+
+def wait_until(condition, timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.2)
+
+
+def is_free(work) -> bool:
+    try:
+        with sole_writer(work):
+            return True
+    except ConfigError:
+        return False

@@ -7,13 +7,16 @@ from typing import Annotated
 
 import typer
 
+DEFAULT = Path("results/by-hand/run.json")
+
 
 def train(
     model: Annotated[str, typer.Argument(help="Preset of config/models.yaml.")],
     settings: Annotated[list[str] | None, typer.Argument(help="RunConfig keys: key=value …")] = None,
     data: Annotated[Path, typer.Option(help="Folder of a prepared dataset.")] = Path("resources/datasets/stdlib"),
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of its tokenizer, to show sampled text.")] = None,
-    output: Annotated[Path, typer.Option(help="Run JSON to write.")] = Path("results/by-hand/run.json"),
+    output: Annotated[Path, typer.Option(help="Run JSON to write.")] = DEFAULT,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint of a stopped run.")] = False,
     cards: Annotated[int | None, typer.Option(help="GPUs to take; default: world_size where there are GPUs.")] = None,
 ) -> None:
     """Train MODEL once: mfubench train llama2-tiny max_iters=50 micro_batch_size=8 model.num_hidden_layers=2"""
@@ -37,4 +40,9 @@ def train(
     arguments += ["--output", str(output), "--cards", str(cards)]
     if tokenizer is not None:
         arguments += ["--tokenizer", str(tokenizer)]
-    raise typer.Exit(main(arguments))
+    if resume:
+        arguments += ["--resume", "auto"]
+    code = main(arguments)
+    if code == 0:
+        typer.echo(f"run JSON: {output} (another run without --output replaces it)" if output == DEFAULT else output)
+    raise typer.Exit(code)

@@ -12,22 +12,26 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from mfubench.banner import banner
+from mfubench.ceilings import read_ceilings
 from mfubench.config import ConfigError, RunConfig
-from mfubench.hardware import peak_for
+from mfubench.hardware import measured_cpu_peak, peak_for
 from mfubench.machine import describe_cards
-from mfubench.run_log import read_run_log, read_steps, write_json, write_run_log
+from mfubench.run_log import RunLog, read_run_log, read_steps, write_json, write_run_log
 from mfubench.slurm import STEP
 from mfubench.stop_signals import on_stop
 from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
 from mfubench.train.failures import Failure, full_disk, ranks_folder, read_failures, remove_stale, stop_file
 from mfubench.train.lock import sole_writer
 from mfubench.train.progress import Display
-from mfubench.train.ranks import Ranks, node_rank
+from mfubench.train.ranks import Ranks, node_rank, threads_of_a_rank
+from mfubench.train.watchdog import read_timeout_s
 
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 WORKER = ("-m", "mfubench.train.worker")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MFUBENCH_LAUNCHER")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +51,7 @@ def launch(arguments: argparse.Namespace, argv: Sequence[str], worker: Sequence[
 def launch_checked(
     config: RunConfig, paths: Paths, arguments: argparse.Namespace, argv: Sequence[str], worker: Sequence[str]
 ) -> int:
+    read_timeout_s()
     prepare_folders(paths)
     if node_rank() > 0:
         run_ranks(config, paths, [*worker, *argv], Display(config))
@@ -54,12 +59,14 @@ def launch_checked(
     with sole_writer(paths.work) as lock:
         if STEP not in os.environ:  # else the job has done so before it went to its nodes
             remove_stale(paths)
-        print(describe_run(config), file=sys.stderr)
+        print(describe_run(config, arguments.ceilings), file=sys.stderr)
         display = Display(config)
         # A process that may die inside native code for want of memory must not take the launcher with it.
         if config.world_size == 1 and config.memory_cap_gib is None and worker == WORKER:
             from mfubench.train.worker import run_rank  # loads torch, which the launcher of several ranks does not need
 
+            for name in RANK_VARIABLES:  # this one is alone, whatever it was started from
+                os.environ.pop(name, None)
             run_rank(arguments, display, last_words=lambda: conclude(paths))
         else:
             run_ranks(config, paths, [*worker, *argv], display, inherited=(lock,))
@@ -67,12 +74,14 @@ def launch_checked(
         return conclude(paths)
 
 
-def describe_run(config: RunConfig) -> str:
+def describe_run(config: RunConfig, ceilings: Path | None) -> str:
     """Architecture, arithmetic and what to expect of this node's cards, before anything is loaded."""
     names, _ = describe_cards() if config.device != "cpu" else ([], None)
-    if not names:
-        return banner(config, None, "a CPU has no datasheet peak; it is measured with the machine's ceilings")
     try:
+        if not names:
+            threads = int(threads_of_a_rank(config.world_size // config.nnodes)["OMP_NUM_THREADS"])
+            measured = read_ceilings(ceilings) if ceilings is not None and ceilings.exists() else None
+            return banner(config, measured_cpu_peak(config.dtype, threads, measured, config.name))
         return banner(config, peak_for(names[0], config.dtype, config.tf32, config.fp8))
     except ConfigError as error:
         return banner(config, None, str(error).splitlines()[0])
@@ -110,9 +119,15 @@ def conclude(paths: Paths) -> int:
     if paths.output.exists():
         log = read_run_log(paths.output)
         print(f"{log.name}: {log.status}{f' ({log.reason})' if log.reason else ''}", file=sys.stderr)
+        for line in fallbacks(log):
+            print(f"  {line}", file=sys.stderr)
         return 0
     if paths.stopped.exists():
-        print(f"stopped on request; go on with --resume auto ({paths.stopped})", file=sys.stderr)
+        print(
+            f"stopped on request after a checkpoint ({paths.stopped}): snakemake goes on from it, by hand "
+            "mfubench train --resume",
+            file=sys.stderr,
+        )
         return STOPPED
     failures = read_failures(paths.work)
     if failures and failures[0].kind == "oom" and paths.partial.exists():
@@ -124,6 +139,15 @@ def conclude(paths: Paths) -> int:
         return 0
     record_failure(paths, failures)
     return 1
+
+
+def fallbacks(log: RunLog) -> list[str]:
+    """Settings that ran as something else than was asked for."""
+    return [
+        f"{setting}: {choice.used} ran instead of {choice.requested} ({choice.reason})"
+        for setting, choice in log.used.items()
+        if choice.used != choice.requested and choice.requested != "auto"
+    ]
 
 
 def record_failure(paths: Paths, failures: list[Failure]) -> None:

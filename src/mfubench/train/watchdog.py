@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -12,10 +13,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from mfubench.config import ConfigError
 from mfubench.stop_signals import on_stop
 from mfubench.train.failures import Failure, ranks_folder, read_failures, stop_file, write_failure
 
 POLL_S = 0.3
+JOB = "MFUBENCH_JOB"  # process that started the launcher and waits for it
 STACKS_GRACE_S = 3.0  # time for the other ranks to write their stacks before this process's end ends the run
 START_FACTOR = 6  # the first step compiles and warms up: it may take so many timeouts
 
@@ -26,7 +29,8 @@ class Watchdog:
     def __init__(self, work: Path, rank: int, timeout_s: float, last_words: Callable[[], object] | None = None):
         """`last_words` is called before this thread ends the process: by a launcher that shares it."""
         self.work, self.rank, self.timeout_s, self.last_words = work, rank, timeout_s, last_words
-        self.launcher = int(os.environ.get("MFUBENCH_LAUNCHER", os.getpid()))
+        # the launcher, and the job that started that: without it nobody waits for the result
+        self.guardians = [int(os.environ[name]) for name in ("MFUBENCH_LAUNCHER", JOB) if name in os.environ]
         self.stop_requested = False
         self.over = threading.Event()
         self.deadline = float("inf")
@@ -70,8 +74,8 @@ class Watchdog:
                 write_failure(self.work, Failure(self.rank, "hang", reason, self.read_stacks(), time.time()))
                 time.sleep(STACKS_GRACE_S)
                 self.end(reason)
-            if not alive(self.launcher):
-                reason = "the launcher is gone"
+            if not all(map(alive, self.guardians)):
+                reason = "the process that started this run is gone"
                 write_failure(self.work, Failure(self.rank, "lost", reason, "", time.time()))
                 self.end(reason)
 
@@ -88,6 +92,18 @@ class Watchdog:
         if self.last_words is not None:
             self.last_words()
         os._exit(1)
+
+
+def read_timeout_s() -> float:
+    """MFUBENCH_TIMEOUT_S: seconds without progress after which a run counts as hung. Raises ConfigError."""
+    text = os.environ.get("MFUBENCH_TIMEOUT_S", "600")
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 < timeout_s < math.inf:
+        raise ConfigError(f"MFUBENCH_TIMEOUT_S is {text!r}; set it to seconds above 0, or unset it for 600")
+    return timeout_s
 
 
 def alive(pid: int) -> bool:

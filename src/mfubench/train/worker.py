@@ -16,7 +16,7 @@ from mfubench.train.failures import failure_of, ranks_folder, write_failure
 from mfubench.train.loop import Stopped, train
 from mfubench.train.process import end_process, start_process
 from mfubench.train.progress import Display
-from mfubench.train.watchdog import Watchdog
+from mfubench.train.watchdog import Watchdog, read_timeout_s
 
 
 def run_rank(
@@ -26,7 +26,7 @@ def run_rank(
     config = read_config(arguments.config)
     paths = paths_of(arguments)
     rank = int(os.environ.get("RANK", "0"))
-    timeout_s = float(os.environ.get("MFUBENCH_TIMEOUT_S", "600"))
+    timeout_s = read_timeout_s()
     # torch 2.13 renames it; 2.11 has only the old name
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
     # a checkpoint of one process is meant to be one of one process
