@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mfubench.analysis.measures import Measures
+from mfubench.analysis.units import format_bytes, format_tflops
 from mfubench.ceilings.schema import Ceilings
 from mfubench.config import RunConfig
 from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
@@ -107,8 +108,8 @@ def add_arithmetic(
         flops = sum(one.flops * one.count for one in micro_step_matmuls(config)) * config.gradient_accumulation_steps
         ideals.seconds["matmul"] = flops / (rate * share * 1e12)
         recomputed = max(0.0, flops - tokens * 6 * terms.matmul_parameters) / (rate * share * 1e12)
-        of_what = f"its own shapes at {rate:,.4g} TFLOP/s" if by_shape else f"the large matmul's {rate:,.4g} TFLOP/s"
-        ideals.words["matmul"] = f"{of_what}, measured hot, one by one"
+        of_what = "its own shapes, one by one:" if by_shape else "the large matmul:"
+        ideals.words["matmul"] = f"{of_what} {format_tflops(rate)}, measured hot"
     rates = {
         one.backend: one.forward_backward_tflops
         for one in ceilings.attention
@@ -120,7 +121,7 @@ def add_arithmetic(
         again = terms.attention / 2 / 3 if executed > 0 else 0.0  # full checkpointing repeats its forward pass
         flops = tokens * (terms.attention / 2 + again)
         ideals.seconds["attention"] = flops / (rates[backend] * share * 1e12)
-        ideals.words["attention"] = f"{backend}, the fastest here: {rates[backend]:,.4g} TFLOP/s forward and backward"
+        ideals.words["attention"] = f"{backend}, the fastest here: {format_tflops(rates[backend])} forward and backward"
     return recomputed
 
 
@@ -129,7 +130,7 @@ def add_memory_traffic(ideals: Ideals, config: RunConfig, copy_gb_s: float) -> N
     for name, size in memory_traffic(config).items():
         if name != "attention":
             ideals.seconds[name] = size / (copy_gb_s * 1e9)
-            ideals.words[name] = f"{size / 1e9:,.3g} GB at {copy_gb_s:,.4g} GB/s"
+            ideals.words[name] = f"{format_bytes(size)} at {copy_gb_s:,.4g} GB/s"
 
 
 def memory_traffic(config: RunConfig) -> dict[str, float]:

@@ -64,6 +64,19 @@ def format_milliseconds(seconds: float) -> str:
     return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
+def format_bytes(size: float) -> str:
+    """603 GB, 1.27 MB."""
+    for unit, letter in ((1e9, "GB"), (1e6, "MB")):
+        if size >= unit:
+            return f"{size / unit:,.3g} {letter}"
+    return f"{size / 1e3:,.3g} kB"
+
+
+def format_tflops(tflops: float) -> str:
+    """721.4 TFLOP/s, 18.7 GFLOP/s."""
+    return f"{tflops:,.4g} TFLOP/s" if tflops >= 0.1 else f"{1000 * tflops:,.3g} GFLOP/s"
+
+
 def format_hours(hours: float) -> str:
     """Minutes, hours, days or years, whichever reads best."""
     if hours < 2:

@@ -50,7 +50,8 @@ def draw(found: Findings, theme: Theme) -> Figure:
 
 def draw_roofs(axes: Axes, found: Findings, profiled: Profiled, points: list[Point], theme: Theme) -> None:
     """The datasheet's roof and the measured one, over the range of the points."""
-    low = min(point.intensity for point in points) / 3
+    # on the left of compute-bound groups their labels need room, which memory-bound ones make
+    low = min(point.intensity for point in points) / (3 if any(p.kind == "memory" for p in points) else 60)
     high = max(point.intensity for point in points) * 4
     for label, tflops, gb_s, style, color in roofs_of(found, profiled, theme):
         ridge = tflops * 1000 / gb_s
@@ -82,6 +83,7 @@ def roofs_of(
 def draw_points(axes: Axes, points: list[Point], profiled: Profiled, theme: Theme) -> None:
     """Points, and their labels in two columns: memory-bound groups to the right of theirs, the others to the left."""
     colors = {"matmul": theme.series[0], "attention": theme.series[1], "memory": theme.series[2]}
+    lowest = min(point.tflops for point in points)
     memory = [point for point in points if point.kind == "memory"]
     compute = [point for point in points if point.kind != "memory"]
     for group, side in ((memory, "left"), (compute, "right")):
@@ -92,12 +94,13 @@ def draw_points(axes: Axes, points: list[Point], profiled: Profiled, theme: Them
         order = sorted(group, key=lambda point: -point.tflops if side == "left" else point.intensity)
         highest = max(point.tflops for point in group) * (1.0 if side == "left" else 0.18)
         for point, y in zip(order, fan_out([min(p.tflops, highest) for p in order]), strict=True):
+            lowest = min(lowest, y)
             color, share = colors[point.kind], point.time_s / profiled.rank.step_s
             axes.plot([point.intensity, edge], [point.tflops, y], color=theme.muted, linewidth=0.6, zorder=2)
             axes.plot(point.intensity, point.tflops, SHAPES[point.kind], color=color, markersize=8, zorder=3)
             axes.text(edge * (1.06 if side == "left" else 0.94), y, f"{point.label}, {100 * share:.1f} %", size=8,
                       ha=side, va="center")  # fmt: skip
-    axes.set_ylim(min(point.tflops for point in points) / 4, 2 * axes.dataLim.y1)  # the roofs among the data
+    axes.set_ylim(lowest / 3, 2 * axes.dataLim.y1)  # the roofs among the data
 
 
 def fan_out(values: list[float]) -> list[float]:

@@ -105,11 +105,13 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], profiled: Profiled, theme: Theme)
         axes.plot([1000 * reached] * 2, [position - 0.36, position + 1.36], color=theme.muted, linewidth=0.7)
         share = f"   MFU {format_percent(peak_s / reached)}" if peak_s and peak_s <= 1.001 * reached else ""
         words = f"{'' if position == 0 else '+'}{format_milliseconds(bar.time_s)}{share}"
-        # beside the bar: on its right while there is room, else on its left
+        # on the right of the bar while there is room, else on its left, else in it
         if reached * 1000 < 0.72 * right:
-            axes.text(1000 * reached + 0.008 * right, position, words, va="center", ha="left", size=8)
+            at, side = reached, "left"
         else:
-            axes.text(1000 * start - 0.008 * right, position, words, va="center", ha="right", size=8)
+            at, side = (start if start * 1000 > 0.28 * right else reached), "right"
+        nudge = 0.008 * right * (1 if side == "left" else -1)
+        axes.text(1000 * at + nudge, position, words, va="center", ha=side, size=8)
     measured = len(bars)
     axes.barh(measured, 1000 * profiled.measured_step_s, color=theme.text, height=0.72)
     words = format_milliseconds(profiled.measured_step_s)
