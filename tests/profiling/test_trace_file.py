@@ -71,7 +71,7 @@ def test_only_the_step_is_kept():
     assert len(names) == 6  # not the kernel of the step before
 
 
-@pytest.mark.parametrize(("level", "left_out"), enumerate(REDUCTIONS[:3]))
+@pytest.mark.parametrize(("level", "left_out"), list(enumerate(REDUCTIONS[:3])))
 def test_a_large_trace_loses_detail_and_says_so_and_keeps_its_sums(tmp_path: Path, level: int, left_out: str):
     path = tmp_path / "trace.json.gz"
     trace = make_trace("baseline/large", [cut(0), cut(1)])
