@@ -3,9 +3,9 @@ from snakemake.utils import min_version
 min_version("9.20")
 
 # A study given with --configfile stands alone: merged with the default study it would run both.
-if "study" not in config:
+if not workflow.configfiles:
 
-    configfile: "config/config.yaml"
+    configfile: Path(workflow.basedir) / "config" / "config.yaml"
 
 
 report: "workflow/report/workflow.rst"

@@ -6,7 +6,7 @@ rule declare_study:
         f"{LOGS}/declare_study.log",
     localrule: True
     params:
-        study=STUDY.to_json(),
+        study=lambda wildcards: STUDY.to_json(),
     run:
         write_declaration(output.study, params.study, log[0])
 
@@ -43,7 +43,7 @@ rule tabulate_runs:
         code=table_code() + PROFILE_CODE,
         facts=FACTS,
     shell:
-        "python workflow/scripts/tabulate_runs.py --study-dir $(dirname {input.study}) --output-dir $(dirname {output.runs}) 2>&1 | tee {log}"
+        "python {SCRIPTS:q}/tabulate_runs.py --study-dir $(dirname {input.study}) --output-dir $(dirname {output.runs}) 2>&1 | tee {log}"
 
 
 rule plot_throughput:
@@ -69,7 +69,7 @@ rule plot_throughput:
         code=plot_code("throughput"),
         facts=FACTS,
     shell:
-        "python workflow/scripts/plot_{params.figure}.py --study-dir $(dirname {input.study}) --output {output} 2>&1 | tee {log}"
+        "python {SCRIPTS:q}/plot_{params.figure}.py --study-dir $(dirname {input.study}) --output {output} 2>&1 | tee {log}"
 
 
 use rule plot_throughput as plot_ladder with:
@@ -228,7 +228,7 @@ rule write_report:
         templates=TEMPLATES,
         facts=FACTS,
     shell:
-        "python workflow/scripts/write_report.py --study-dir $(dirname {input.study}) --html {output.html}"
+        "python {SCRIPTS:q}/write_report.py --study-dir $(dirname {input.study}) --html {output.html}"
         " --markdown {output.markdown} --summary {output.summary} 2>&1 | tee {log}"
 
 
@@ -255,4 +255,4 @@ rule audit_study:
         code=analysis_code("audit"),
         facts=FACTS,
     shell:
-        "python workflow/scripts/audit_study.py --study-dir $(dirname {input.study}) --output {output.audit} 2>&1 | tee {log}"
+        "python {SCRIPTS:q}/audit_study.py --study-dir $(dirname {input.study}) --output {output.audit} 2>&1 | tee {log}"

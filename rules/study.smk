@@ -18,8 +18,9 @@ SCRIPTS = ROOT / "workflow" / "scripts"
 sys.path.insert(0, str(ROOT / "src"))
 
 from mfubench.config import ConfigError
-from mfubench.experiments import expand_study, resolve_extends
+from mfubench.experiments import expand_study, resolve_extends, warn_of_cpu
 from mfubench.lease import processes_per_node, visible_cards
+from mfubench.yaml_files import load_yaml
 
 # Snakemake strips an inherited PYTHONPATH from conda jobs. A prefix takes the place of its own, which is the strict mode:
 # without it a program that fails before `| tee` counts as one that succeeded.
@@ -38,6 +39,8 @@ CONFIG_FILE = (
     else "config/config.yaml"
 )
 try:
+    for given in workflow.configfiles:
+        load_yaml(Path(given))  # Snakemake's own reading keeps the last of two equal keys
     config = resolve_extends(config, ROOT / "config" / "studies", CONFIG_FILE)
     STUDY = expand_study(config, CONFIG_FILE, PROCESSES_PER_NODE)
 except ConfigError as error:
@@ -52,9 +55,11 @@ HAS_GPUS = bool(visible_cards()) or isinstance(MACHINE.gpus, int)
 MEASURES_GPUS = HAS_GPUS and any(run.device != "cpu" for run in STUDY.runs.values())
 os.environ.update(MACHINE.network)
 
-if workflow.is_main_process and STUDY.skipped:
+if workflow.is_main_process:
     for name, reason in STUDY.skipped.items():
         print(f"left out: {name} {reason}", file=sys.stderr)
+    if not HAS_GPUS and (warning := warn_of_cpu(STUDY)):
+        print(warning, file=sys.stderr)
 
 # Jobs of one node: how many GPUs there are, and one measurement at a time. A limit that nobody gives is no limit.
 if workflow.is_main_process:

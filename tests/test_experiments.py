@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mfubench.config import ConfigError, RunConfig
-from mfubench.experiments import STAGES, expand_study, merge, nest, parse_overrides, resolve_extends
+from mfubench.experiments import STAGES, expand_study, merge, nest, parse_overrides, resolve_extends, warn_of_cpu
 
 ROOT = Path(__file__).parents[1]
 DEFAULT = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
@@ -125,6 +125,18 @@ BAD_INPUT = [
     ({"experiments": {"memory": {"search": {"a": {"candidates": [8, 4]}}}}}, "rising"),
     ({"effects": [{"name": "x", "arm": "baseline/none", "control": "baseline/1.1-plain"}]}, "no case 'baseline/none'"),
     ({"datasets": {"stdlib": {"source": "embedded", "tokenizer": "gone"}}}, r"datasets\.stdlib\.tokenizer"),
+    ({"base": {**DEFAULT["base"], "seed": 3, "seed.x": 1}}, "seed and seed.x are both given"),
+    ({"base": {**DEFAULT["base"], "optimizer.eps": 1e-9}}, "optimizer and optimizer.eps are both given"),
+    ({"base": {**DEFAULT["base"], "repeat": 3}}, r"base\.repeat: cannot be set"),
+    ({"experiments": {"baseline": {"base": {"name": "a/b"}}}}, r"experiments\.baseline\.base\.name: cannot be set"),
+    ({"experiments": {"baseline": {"grid": {"a": {"world_size": []}}}}}, r"grid\.a\.world_size: holds no values"),
+    (
+        {"effects": [{"name": "x", "arm": "baseline/1.1-plain", "control": "baseline/1.1-plain"}]},
+        r"arm and control are both baseline/1\.1-plain",
+    ),
+    ({"expectations": "nothere"}, r"expectations: found 'nothere'; in .*llama2-1\.36b"),
+    ({"machine": {"devices": [0, 0]}}, "a card is named twice"),
+    ({"machine": {"devices": [-1]}}, r"machine\.devices\.0: found -1"),
 ]
 
 
@@ -257,3 +269,11 @@ def test_what_continues_a_run_that_is_left_out_is_left_out_too():
     study = expand_study(small_study(training={"cases": cases}), "f.yaml", 1)
     assert set(study.skipped) == {"training/pretrain", "training/evaluate", "training/again"}
     assert study.skipped["training/again"] == "continues training/evaluate, which is left out"
+
+
+def test_a_study_for_gpus_is_not_begun_on_a_cpu_without_a_word():
+    values = copy.deepcopy(DEFAULT)
+    assert warn_of_cpu(expand_study(values, "f.yaml", 2)) is None
+    values["experiments"]["baseline"]["cases"]["1.1-plain"] = {"model": "llama2-1.36b"}
+    warning = warn_of_cpu(expand_study(values, "f.yaml", 2))
+    assert warning is not None and "NO GPU WAS FOUND: 1 runs" in warning and "llama2-1.36b" in warning

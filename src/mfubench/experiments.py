@@ -21,12 +21,16 @@ from pydantic import Field
 
 from mfubench.config import ConfigError, MemorySearch, RunConfig, Strict, parse
 from mfubench.data.config import DatasetConfig, TokenizerConfig
+from mfubench.flops import count_parameters
 from mfubench.machine_config import MachineConfig
 from mfubench.planner_study import PlanRequest
-from mfubench.presets import load_model
+from mfubench.presets import CONFIG_DIR, load_model
+from mfubench.yaml_files import load_yaml
 
 Stage = Literal["smoke", "baseline", "scaling", "tiers", "ablations", "memory", "training"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+
+LARGE_ON_A_CPU = 100_000_000  # parameters of a model that no CPU trains in minutes
 
 # How a grid's keys are called in case names.
 SHORT_KEYS = {
@@ -144,6 +148,7 @@ def expand_study(values: dict[str, Any], source: str, gpus_per_node: int) -> Stu
     Raises ConfigError naming file, key path, what was found and what is allowed.
     """
     config: StudyConfig = parse(StudyConfig, values, source)
+    refuse_names(config.base, f"{source}: base")
     runs: dict[str, RunConfig] = {}
     searches: dict[str, MemorySearch] = {}
     for stage in STAGES:
@@ -151,6 +156,7 @@ def expand_study(values: dict[str, Any], source: str, gpus_per_node: int) -> Stu
         if declared is None:
             continue
         where = f"{source}: experiments.{stage}"
+        refuse_names(declared.base, f"{where}.base")
         for case, overrides, at in expand_stage(declared, where):
             for repeat in range(declared.repeats):
                 name = f"{stage}/{case}" + (f"-repeat{repeat}" if repeat else "")
@@ -174,6 +180,29 @@ def expand_study(values: dict[str, Any], source: str, gpus_per_node: int) -> Stu
     return Study(config=config, runs=runs, searches=searches, skipped=skipped)
 
 
+def warn_of_cpu(study: Study) -> str | None:
+    """What to think of before a study that was made for GPUs is run on a machine without one; None for a small one."""
+    large = [
+        (count_parameters(run.model).total, run.model.name)
+        for run in study.runs.values()
+        if run.device != "cpu" and count_parameters(run.model).total >= LARGE_ON_A_CPU
+    ]
+    if not large:
+        return None
+    parameters, name = max(large)
+    return (
+        f"NO GPU WAS FOUND: {len(large)} runs of this study train models of up to {parameters / 1e9:.2g}B parameters "
+        f"({name}), which takes a CPU days and tens of GiB. Run it on a machine with GPUs, or the default study here."
+    )
+
+
+def refuse_names(overrides: Overrides, where: str) -> None:
+    """A run's name and repeat follow from its place in the study."""
+    for key in ("name", "repeat"):
+        if key in overrides:
+            raise ConfigError(f"{where}.{key}: cannot be set; case names are keys, repeats the stage's `repeats`")
+
+
 def resolve_extends(values: dict[str, Any], folder: Path, source: str) -> dict[str, Any]:
     """A study that names another in `extends` is that one, with its own keys merged over it.
 
@@ -189,7 +218,10 @@ def resolve_extends(values: dict[str, Any], folder: Path, source: str) -> dict[s
         if name in seen:
             raise ConfigError(f"{source}: extends: {' -> '.join([*seen, name])} is a circle")
         seen.append(name)
-        layers.append(yaml.safe_load(path.read_text(encoding="utf-8")))
+        extended = load_yaml(path)
+        if not isinstance(extended, dict):
+            raise ConfigError(f"{path}: must be a study, a mapping of keys")
+        layers.append(extended)
     merged: dict[str, Any] = {}
     for layer in reversed(layers):
         merged = merge_plain(merged, {key: value for key, value in layer.items() if key != "extends"})
@@ -223,6 +255,8 @@ def expand_stage(declared: StageConfig, where: str) -> list[tuple[str, Overrides
         fixed = {key: value for key, value in axes.items() if key not in lists}
         if not lists:
             raise ConfigError(f"{where}.grid.{prefix}: no key holds a list; use `cases` for a single run")
+        if empty := [key for key, values in lists.items() if not values]:
+            raise ConfigError(f"{where}.grid.{prefix}.{empty[0]}: holds no values, so there is no run; give some")
         for point in itertools.product(*lists.values()):
             chosen = dict(zip(lists, point, strict=True))
             suffix = "-".join(f"{SHORT_KEYS.get(key, key.replace('_', '-'))}{value}" for key, value in chosen.items())
@@ -234,8 +268,11 @@ def expand_stage(declared: StageConfig, where: str) -> list[tuple[str, Overrides
 def build_run(layers: tuple[Overrides, ...], where: str) -> RunConfig:
     """Merge the layers, resolve the model preset, validate."""
     merged: Overrides = {}
-    for layer in layers:
-        merged = merge(merged, layer)
+    try:
+        for layer in layers:
+            merged = merge(merged, layer)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
     merged["model"] = resolve_model(merged.get("model"), where)
     run: RunConfig = parse(RunConfig, merged, where)
     return run
@@ -293,6 +330,14 @@ def check_references(
         for side in (effect.arm, effect.control):
             if side not in runs:
                 raise ConfigError(f"{source}: effects.{position}: there is no case {side!r} in this study")
+        if effect.arm == effect.control:
+            raise ConfigError(f"{source}: effects.{position}: arm and control are both {effect.arm}; name two cases")
+    known = {path.stem for path in (CONFIG_DIR / "expectations").glob("*.yaml")}
+    if config.expectations is not None and config.expectations not in known:
+        raise ConfigError(
+            f"{source}: expectations: found {config.expectations!r}; in {CONFIG_DIR / 'expectations'}: "
+            f"{', '.join(sorted(known))}"
+        )
 
 
 def check_continuations(runs: dict[str, RunConfig], source: str) -> None:
@@ -377,10 +422,9 @@ def nest(overrides: Overrides) -> Overrides:
     nested: Overrides = {}
     for key, value in overrides.items():
         head, _, tail = str(key).partition(".")
-        if tail:
-            nested[head] = merge(nested.get(head, {}), {tail: value})
-        else:
-            nested[head] = value
+        if tail and head in overrides:
+            raise ConfigError(f"{head} and {key} are both given; write one mapping, or dotted keys alone")
+        nested[head] = merge(nested.get(head, {}), {tail: value}) if tail else value
     return nested
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -63,7 +63,9 @@ class MachineConfig(Strict):
     """The machine that measures."""
 
     gpus: int | Literal["auto"] = Field("auto", description="GPUs of one node; auto: as found where Snakemake runs")
-    devices: tuple[int, ...] | None = Field(None, strict=False, description="indices of the cards that may be used")
+    devices: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+        None, strict=False, min_length=1, description="indices of the cards that may be used"
+    )
     max_nodes: int = Field(1, ge=1, description="nodes that one run may span")
     when_too_small: Literal["stop", "skip"] = Field(
         "stop", description="runs that need more GPUs than there are: refuse to start, or leave them out and say so"
@@ -88,6 +90,13 @@ class MachineConfig(Strict):
                     "that hold no path; set anything else in your shell, from where it reaches the jobs too"
                 )
         return variables
+
+    @field_validator("devices")
+    @classmethod
+    def check_devices(cls, devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if devices is not None and len(set(devices)) < len(devices):
+            raise ValueError(f"found {list(devices)}; a card is named twice")
+        return devices
 
     @model_validator(mode="after")
     def check_gpus(self) -> MachineConfig:

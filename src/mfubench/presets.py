@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import mfubench
 from mfubench.config import ConfigError, ModelConfig, parse
+from mfubench.yaml_files import load_yaml
 
 # The repository's config folder beside src/; MFUBENCH_CONFIG_DIR points an installed package at another one.
 CONFIG_DIR = Path(os.environ.get("MFUBENCH_CONFIG_DIR") or Path(mfubench.__file__).parents[2] / "config")
@@ -29,14 +28,9 @@ def read_table(path: Path, shape: str) -> dict[str, dict[str, Any]]:
 
     Raises ConfigError where it is missing, no YAML, or of another shape (then saying `shape`).
     """
-    try:
-        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); set MFUBENCH_CONFIG_DIR to the folder with {path.name}"
-        ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is no valid YAML ({error})") from None
+    if not path.is_file():
+        raise ConfigError(f"{path}: is not there; set MFUBENCH_CONFIG_DIR to the folder with {path.name}")
+    rows = load_yaml(path)
     if not isinstance(rows, dict) or not all(isinstance(row, dict) for row in rows.values()):
         raise ConfigError(f"{path}: {shape}")
     return rows

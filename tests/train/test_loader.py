@@ -7,13 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train.train_runs import tiny_config
+from train import train_runs
 
-from mfubench.config import ConfigError
+from mfubench.config import ConfigError, RunConfig
 from mfubench.train.loader import Batches, SequenceOrder, StepBatches
 from mfubench.train.process import Process
 
 CPU = torch.device("cpu")
+
+
+def tiny_config(**overrides) -> RunConfig:
+    """With a row for each of CountingTokens' ids."""
+    return train_runs.tiny_config(model={"vocab_size": 2**31 - 1}, **overrides)
 
 
 class CountingTokens:
@@ -120,3 +125,11 @@ def test_both_loaders_give_the_same_batches(data, first_position):
 def test_too_few_tokens_are_an_error_with_both_numbers():
     with pytest.raises(ConfigError, match=r"16 tokens.*16 \+ 1"):
         StepBatches(CountingTokens(16), tiny_config(), 0, 0, 1)
+
+
+@pytest.mark.parametrize("loader", [{}, {"kind": "dataloader", "num_workers": 1}], ids=["memmap", "dataloader"])
+def test_an_id_beyond_the_models_rows_is_told_before_it_reaches_the_device(loader):
+    config = train_runs.tiny_config(loader=loader, model={"vocab_size": 97}, gradient_accumulation_steps=1)
+    batches = Batches(CountingTokens(16 * 8 + 1), config, Process(0, 1, 0, CPU), 0, steps=2)
+    with pytest.raises(ConfigError, match=r"holds token id 128, but the model has 97 rows"):
+        batches.next()

@@ -87,6 +87,11 @@ class StepBatches(Dataset[Tensor]):
         positions = first + micro_steps + self.rank * B + np.arange(B)  # [A, B]
         numbers = self.order(positions.reshape(-1))
         rows = np.stack([self.tokens.read(int(number) * T, T + 1) for number in numbers])
+        if (largest := int(rows.max())) >= config.model.vocab_size:  # on a GPU it would end the process without a word
+            raise ConfigError(
+                f"dataset {config.dataset}: holds token id {largest}, but the model has {config.model.vocab_size} rows "
+                "(model.vocab_size) and the data's meta.json allows no more: the token file is damaged, prepare it anew"
+            )
         return torch.from_numpy(rows.reshape(A, B, T + 1))
 
 
