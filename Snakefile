@@ -5,7 +5,7 @@ min_version("9.20")
 # A study given with --configfile stands alone: merged with the default study it would run both.
 if not workflow.configfiles:
 
-    configfile: Path(workflow.basedir) / "config" / "config.yaml"
+    configfile: str(workflow.current_basedir.join("config/config.yaml"))
 
 
 report: "workflow/report/workflow.rst"

@@ -39,8 +39,9 @@ CONFIG_FILE = (
     else "config/config.yaml"
 )
 try:
+    # Snakemake's own reading keeps the last of two equal keys: here they are refused.
     for given in workflow.configfiles:
-        load_yaml(Path(given))  # Snakemake's own reading keeps the last of two equal keys
+        load_yaml(Path(given))
     config = resolve_extends(config, ROOT / "config" / "studies", CONFIG_FILE)
     STUDY = expand_study(config, CONFIG_FILE, PROCESSES_PER_NODE)
 except ConfigError as error:
