@@ -58,11 +58,11 @@ def banner(config: RunConfig, peak: Peak | None, note: str = "") -> str:
     `peak` is that of one device for the run's arithmetic; None where there is none, and `note` then says why.
     """
     model, terms, counts = config.model, flop_terms(config.model, config.seq_len), count_parameters(config.model)
-    conventions = ", ".join(f"{name} {flops_per_token(terms, name) / 1e9:.3f}" for name in CONVENTIONS)
+    conventions = ", ".join(f"{name} {flops_per_token(terms, name) / 1e9:.4g}" for name in CONVENTIONS)
     lines = [
         f"{model.name}: {architecture(model)}",
         f"parameters     {counts.total:,}, {counts.matmul:,} of them in matmuls",
-        f"GFLOP a token  {conventions}; 6N {6 * counts.total / 1e9:.3f} + attention {terms.attention / 1e9:.3f} "
+        f"GFLOP a token  {conventions}; 6N {6 * counts.total / 1e9:.4g} + attention {terms.attention / 1e9:.4g} "
         f"at {config.seq_len} tokens",
         f"attention/FFN  {attention_to_mlp_ratio(model, config.seq_len):.2f} in FLOPs",
         f"batch          {config.micro_batch_size} x {config.gradient_accumulation_steps} accumulated x "

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from train.train_runs import losses, run_here, run_many, tiny_config
 
+from mfubench.config import KernelsConfig
 from mfubench.run_log import read_steps
 from mfubench.train.adaptive import enough, median_interval, warmup_length
 
@@ -32,6 +33,7 @@ def test_every_field_says_what_was_used(everything):
     assert log.status == "ok" and log.reason is None
     assert set(log.used) == {
         "attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8",
+        *KernelsConfig.model_fields,
     }  # fmt: skip
     assert (log.used["parallelism"].requested, log.used["parallelism"].used) == ("ddp", "none")
     assert log.used["parallelism"].reason == "one process"

@@ -77,11 +77,12 @@ def launch_checked(
 def describe_run(config: RunConfig, ceilings: Path | None) -> str:
     """Architecture, arithmetic and what to expect of this node's cards, before anything is loaded."""
     names, _ = describe_cards() if config.device != "cpu" else ([], None)
+    if not names and (ceilings is None or not ceilings.exists()):
+        return banner(config, None, "a CPU has no datasheet peak; it is measured with the machine's ceilings")
     try:
-        if not names:
+        if ceilings is not None and not names:
             threads = int(threads_of_a_rank(config.world_size // config.nnodes)["OMP_NUM_THREADS"])
-            measured = read_ceilings(ceilings) if ceilings is not None and ceilings.exists() else None
-            return banner(config, measured_cpu_peak(config.dtype, threads, measured, config.name))
+            return banner(config, measured_cpu_peak(config.dtype, threads, read_ceilings(ceilings), config.name))
         return banner(config, peak_for(names[0], config.dtype, config.tf32, config.fp8))
     except ConfigError as error:
         return banner(config, None, str(error).splitlines()[0])
@@ -142,11 +143,13 @@ def conclude(paths: Paths) -> int:
 
 
 def fallbacks(log: RunLog) -> list[str]:
-    """Settings that ran as something else than was asked for."""
+    """Settings that ran as something else than was asked for, but for those that make no difference here."""
+    idle = {"tf32"} if log.environment.device == "cpu" else set()
+    idle |= {"parallelism"} if log.config.world_size == 1 else set()
     return [
         f"{setting}: {choice.used} ran instead of {choice.requested} ({choice.reason})"
         for setting, choice in log.used.items()
-        if choice.used != choice.requested and choice.requested != "auto"
+        if choice.used != choice.requested and choice.requested != "auto" and setting not in idle
     ]
 
 
