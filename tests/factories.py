@@ -252,10 +252,13 @@ def make_run_log(
 
     step_time_s: of one measured step; by default about 63 % MFU (palm) on an H100, 11,000 tokens/s a CPU process.
     first_step: steps that an earlier process had done (a resumed run); step_count: steps done here.
-    overrides: fields of RunConfig (consistent) or of RunLog (replaced as given); `name` sets both.
+    overrides: fields of RunLog (replaced as given) or of RunConfig (consistent); `name` sets both, `kernels` are those
+    that ran.
     """
-    config_fields = {key: value for key, value in overrides.items() if key in RunConfig.model_fields}
     log_fields = {key: value for key, value in overrides.items() if key in RunLog.model_fields and key != "name"}
+    config_fields = {
+        key: overrides[key] for key in overrides.keys() & RunConfig.model_fields.keys() - log_fields.keys()
+    }
     unknown = overrides.keys() - RunConfig.model_fields.keys() - RunLog.model_fields.keys()
     if unknown:
         raise TypeError(f"make_run_log: {sorted(unknown)} are fields of neither RunConfig nor RunLog")

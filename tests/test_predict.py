@@ -377,6 +377,20 @@ def test_reading_runs(tmp_path):
     assert len(read_runs([tmp_path])) == 1
 
 
+def test_checkpoints_of_a_study_are_no_runs(tmp_path):
+    """A checkpoint's history has steps as a run JSON has, and lies in the work folder."""
+    study = tmp_path / "results" / "study"
+    log = measured_run()
+    write_run_log(study / "runs" / "tiers" / "tier1.json", log)
+    for folder in (study / "work" / "tiers" / "tier1" / "checkpoints" / "step-000010", tmp_path / "flat"):
+        folder.mkdir(parents=True)
+        history = {"steps": [], "rank_step_times_s": [], "resumes": []}
+        (folder / "history.json").write_text(json.dumps(history))
+    write_run_log(tmp_path / "flat" / "case.json", log)
+    assert len(read_runs([study])) == len(read_runs([tmp_path / "flat"])) == 1
+    assert len(read_runs([tmp_path])) == 2
+
+
 def write_search(path, capacity_gib: float) -> MemorySearch:
     """What a memory search leaves, on a card whose activations need a fifth more than counted."""
     run = make_run_config(name="memory/limit", loss="auto")

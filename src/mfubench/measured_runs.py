@@ -15,6 +15,7 @@ from mfubench.ceilings import Ceilings, read_ceilings
 from mfubench.config import ConfigError, MemorySearch, RunConfig
 from mfubench.hardware import find_gpu, is_on
 from mfubench.presets import CONFIG_DIR
+from mfubench.result_files import find_results, is_run_log, read_json
 from mfubench.run_log import RunLog, read_run_log
 from mfubench.step_model import resolve_loss, step_terms
 
@@ -56,21 +57,21 @@ class MemoryLimit:
 
 
 def json_files(folders: Sequence[Path]) -> Iterator[tuple[Path, Any]]:
-    """Every JSON object below some folders, in the order of paths. Raises ConfigError for a folder that is missing."""
+    """Every JSON object below some folders that may be a result (`find_results`), in the order of paths.
+
+    Raises ConfigError for a folder that is missing, and for a file that is no JSON.
+    """
     for folder in folders:
         if not folder.exists():
             raise ConfigError(f"{folder}: no such folder; give one that holds results of a study")
-        for path in [folder] if folder.is_file() else sorted(folder.rglob("*.json")):
-            try:
-                value = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{path}: is no JSON ({error})") from None
+        for path in find_results(folder) if folder.is_dir() else [folder]:
+            value = read_json(path)
             if isinstance(value, dict):
                 yield path, value
 
 
 def hold_runs(folders: Sequence[Path]) -> bool:
-    return any("rank_step_times_s" in value for _, value in json_files(folders))
+    return any(is_run_log(value) for _, value in json_files(folders))
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunLog]:
@@ -78,7 +79,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunLog]:
 
     Raises ConfigError where there is no run.
     """
-    logs = [read_run_log(path) for path, value in json_files(folders) if "rank_step_times_s" in value]
+    logs = [read_run_log(path) for path, value in json_files(folders) if is_run_log(value)]
     if not logs:
         raise ConfigError(f"{', '.join(map(str, folders))}: no run JSON in here; give a folder with results of a study")
     return logs

@@ -13,11 +13,13 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from mfubench.config import ConfigError, RunConfig
+from mfubench.flops import count_parameters
+from mfubench.result_files import read_text
 
 Artifact = TypeVar("Artifact", bound=BaseModel)
 
@@ -28,8 +30,27 @@ SCHEMA_VERSION: Final = 1
 Status = Literal["ok", "oom", "diverged", "skipped", "failed"]
 
 
+# Settings of which every run says what was used: peaks, comparisons and figures are made of them.
+USED = ("attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8")
+LARGEST = 2**63 - 1  # a whole number of 64 bits; larger ones are no count of anything
+
+
+def null_unless_finite(value: Any) -> Any:
+    """A number that is not finite as None: what a loss that diverged is recorded as."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+Seconds = Annotated[float, Field(ge=0, le=1e10)]  # 300 years
+# An optimizer step is many kernels, and none starts and ends within a microsecond.
+StepSeconds = Annotated[float, Field(ge=1e-6, le=1e10)]
+Size = Annotated[float, Field(ge=0)]
+MayDiverge = Annotated[float | None, BeforeValidator(null_unless_finite)]  # null: not finite
+
+
 class Record(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class Choice(Record):
@@ -41,11 +62,11 @@ class Choice(Record):
 
 
 class Gpu(Record):
-    index: int
+    index: Count
     name: str  # as the driver reports it; hardware rows are matched by it
     uuid: str | None = None
-    memory_gib: float
-    power_limit_w: float | None = None
+    memory_gib: Size
+    power_limit_w: Size | None = None
 
 
 class Environment(Record):
@@ -55,9 +76,9 @@ class Environment(Record):
     device: Literal["cuda", "cpu"]
     gpus: list[Gpu]  # the cards this run used, over all nodes, in rank order; empty on a CPU
     cpu: str
-    cpu_count: int
-    cpu_threads: int  # torch intra-op threads per rank
-    memory_gib: float
+    cpu_count: Positive
+    cpu_threads: Positive  # torch intra-op threads per rank
+    memory_gib: Size
     driver: str | None = None
     cuda: str | None = None
     nccl: str | None = None
@@ -75,27 +96,27 @@ class Environment(Record):
 class Parameters(Record):
     """Counted from the module that ran (not from the formula)."""
 
-    total: int
-    trainable: int
-    matmul: int
+    total: Positive
+    trainable: Positive
+    matmul: Positive
 
 
 class RunFlopTerms(Record):
     """`flops.FlopTerms`, raw: what every MFU convention is made of."""
 
-    parameters: int
-    matmul_parameters: int
-    attention_mlp_parameters: int
-    num_hidden_layers: int
-    attention_width: int
-    seq_len: int
+    parameters: Positive
+    matmul_parameters: Positive
+    attention_mlp_parameters: Positive
+    num_hidden_layers: Positive
+    attention_width: Positive
+    seq_len: Positive
 
 
 class Dataset(Record):
     name: str
-    train_tokens: int
-    val_tokens: int
-    vocab_size: int
+    train_tokens: Count
+    val_tokens: Count
+    vocab_size: Positive
     token_dtype: str
     tokenizer_sha256: str
     source: str
@@ -104,45 +125,45 @@ class Dataset(Record):
 class Step(Record):
     """One optimizer step. Times are of rank 0; `rank_step_times_s` of the run log has everyone's."""
 
-    step: int
+    step: Count
     phase: Literal["preheat", "compile", "warmup", "measured"]
-    step_time_s: float
-    data_time_s: float  # waiting for batches, inside step_time_s
-    tokens: int  # over all ranks
-    loss: float | None  # mean over the global batch; null: not finite
-    learning_rate: float
-    grad_norm: float | None  # before clipping; null: not finite
+    step_time_s: StepSeconds
+    data_time_s: Seconds  # waiting for batches, inside step_time_s
+    tokens: Positive  # over all ranks
+    loss: MayDiverge  # mean over the global batch
+    learning_rate: Size
+    grad_norm: MayDiverge  # before clipping
 
 
 class Phase(Record):
     """Time outside the steps, on rank 0."""
 
     kind: Literal["setup", "preheat", "evaluation", "checkpoint", "profile", "sample", "logging"]
-    after_step: int
-    time_s: float
+    after_step: Count
+    time_s: Seconds
 
 
 class Evaluation(Record):
-    step: int
-    loss: float | None
-    tokens: int
+    step: Count
+    loss: MayDiverge
+    tokens: Positive
 
 
 class RankMemory(Record):
     """Peaks of one rank over the whole run."""
 
-    rank: int
-    peak_allocated_gib: float | None = None  # CUDA allocator; null on a CPU
-    peak_reserved_gib: float | None = None
-    peak_rss_gib: float
-    allocator_retries: int | None = None
+    rank: Count
+    peak_allocated_gib: Size | None = None  # CUDA allocator; null on a CPU
+    peak_reserved_gib: Size | None = None
+    peak_rss_gib: Size
+    allocator_retries: Count | None = None
 
 
 class GradientStatistics(Record):
     """Per-layer gradients before clipping and zeroing."""
 
-    step: int
-    layers: dict[str, dict[str, float | None]]  # layer -> {mean, max, std}
+    step: Count
+    layers: dict[str, dict[str, MayDiverge]]  # layer -> {mean, max, std}
 
 
 class Kernels(Record):
@@ -150,7 +171,7 @@ class Kernels(Record):
 
     attention: list[str]
     matmul: list[str]
-    other_count: int
+    other_count: Count
 
 
 class Wall(Record):
@@ -158,12 +179,12 @@ class Wall(Record):
 
     started_at: str  # ISO 8601, UTC
     total_s: float  # process start of rank 0 to the end
-    training_s: float  # first step's start to last step's end, phases in between included
-    training_tokens: int  # trained on in this process, over all ranks
+    training_s: Seconds  # first step's start to last step's end, phases in between included
+    training_tokens: Count  # trained on in this process, over all ranks
 
 
 class Resume(Record):
-    step: int  # steps that were already done
+    step: Count  # steps that were already done
     at: str  # ISO 8601, UTC
 
 
@@ -174,12 +195,12 @@ class RunLog(Record):
     reason: str | None = None
     config: RunConfig
     environment: Environment
-    used: dict[str, Choice]  # attention, compile, cuda_graphs, loader, loss, parallelism, dtype, tf32, fp8
+    used: dict[str, Choice]  # USED, and what else may fall back
     parameters: Parameters | None = None  # null where the run ended before the model was built
     flop_terms: RunFlopTerms | None = None
     dataset: Dataset | None = None
     steps: list[Step] = []
-    rank_step_times_s: list[list[float]] = []  # [rank][position in steps]
+    rank_step_times_s: list[list[StepSeconds]] = []  # [rank][position in steps]
     phases: list[Phase] = []
     evaluations: list[Evaluation] = []
     gradient_statistics: list[GradientStatistics] = []
@@ -190,6 +211,22 @@ class RunLog(Record):
     sample: str | None = None
     stopped_early: str | None = None  # adaptive length: why the run ended before max_iters
     wall: Wall | None = None
+
+    @field_validator("used")
+    @classmethod
+    def holds_all_choices(cls, used: dict[str, Choice]) -> dict[str, Choice]:
+        missing = [key for key in USED if key not in used]
+        if missing:
+            raise ValueError(f"lacks {', '.join(missing)}: every run says what it used of each")
+        return used
+
+    @model_validator(mode="after")
+    def is_of_this_world(self) -> Self:
+        """Sizes that the configuration multiplies up to must be whole numbers that a machine can count."""
+        largest = max(self.config.tokens_per_step, self.config.max_iters, count_parameters(self.config.model).total)
+        if largest > LARGEST:
+            raise ValueError("the configuration's sizes multiply to more than 64 bits hold")
+        return self
 
     def measured_steps(self) -> list[Step]:
         """The steps that count: after compilation, preheat and warm-up."""
@@ -246,16 +283,13 @@ def read_run_log(path: Path | str) -> RunLog:
 def read_artifact(schema: type[Artifact], path: Path | str, complaint: str) -> Artifact:
     """Read a JSON file as `schema`. Raises ConfigError: the file, `complaint`, the first key that does not fit."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    try:
-        return schema.model_validate_json(text)
+        return schema.model_validate_json(read_text(path))
     except ValidationError as error:
         fault = error.errors()[0]
-        where = ".".join(str(part) for part in fault["loc"])
+        where = "".join(f"{part}: " for part in [".".join(map(str, fault["loc"]))] if part)
+        message = fault["msg"].removeprefix("Value error, ")
         raise ConfigError(
-            f"{path}: {complaint}: {where}: {fault['msg']}; if it is damaged, remove it and start again"
+            f"{path}: {complaint}: {where}{message}; if it is damaged, remove it and start again"
         ) from None
 
 

@@ -97,6 +97,8 @@ def draw_rank_times(axes: Axes, log: RunLog, theme: Theme) -> None:
     prepare_panel(axes, "step time of each rank, s", log, theme)
     measured = [position for position, step in enumerate(log.steps) if step.phase == "measured"]
     for rank, times in enumerate(log.rank_step_times_s):
+        if len(times) != len(log.steps):  # of other steps: the audit says so
+            continue
         color = theme.series[rank % len(theme.series)]
         positions = [log.steps[position].step + 1 for position in measured]
         axes.plot(positions, [times[position] for position in measured], color=color, lw=0.9, label=f"rank {rank}")

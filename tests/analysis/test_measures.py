@@ -68,7 +68,7 @@ def test_out_of_memory_has_a_peak_but_no_rate():
 
 
 def test_a_skipped_run_says_nothing_and_breaks_nothing():
-    empty = {"steps": [], "rank_step_times_s": [], "memory": [], "used": {}, "parameters": None, "flop_terms": None}
+    empty = {"steps": [], "rank_step_times_s": [], "memory": [], "parameters": None, "flop_terms": None}
     judged = measure(make_run_log(status="skipped", reason="no CUDA graphs here", wall=None, **empty), None)
     assert (judged.peak, judged.peak_problem, judged.peak_memory_gib, judged.capacity_gib) == (None, None, None, None)
     assert fallbacks(judged.log) == {}

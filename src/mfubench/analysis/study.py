@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from mfubench import result_files
 from mfubench.ceilings import Ceilings, read_ceilings
 from mfubench.config import ConfigError, MemorySearch
 from mfubench.experiments import STAGES, EffectConfig
@@ -179,9 +180,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: is no readable JSON ({error}); delete it and run the workflow again") from None
+        values = result_files.read_json(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; delete it and run the workflow again") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: holds {type(values).__name__}, not a JSON object")
     return values

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from mfubench.run_log import read_artifact
 
@@ -13,8 +13,11 @@ Product = Literal["forward", "input_gradient", "weight_gradient"]
 Arithmetic = Literal["bf16", "fp16", "tf32", "fp32"]
 
 
+Rate = Annotated[float, Field(gt=0)]
+
+
 class Record(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class MatmulRate(Record):
@@ -28,7 +31,7 @@ class MatmulRate(Record):
     k: int
     n: int
     calls_per_step: int  # of this product in one micro-step of the model; 1 for the large one
-    tflops: float  # sustained: all FLOPs over all time; on a CPU the faster quarter of the timed chunks
+    tflops: Rate  # sustained: all FLOPs over all time; on a CPU the faster quarter of the timed chunks
     tflops_quartiles: tuple[float, float, float]  # over the timed chunks
     seconds: float
 
@@ -92,7 +95,7 @@ class Ceilings(Record):
     device: Literal["cuda", "cpu"]
     device_name: str  # as the driver reports it; of a CPU its model name
     device_uuid: str | None = None
-    threads: int  # torch intra-op threads; what a CPU's rates belong to
+    threads: int = Field(ge=1)  # torch intra-op threads; what a CPU's rates belong to
     environment: dict[str, str | None]  # torch, cuda, cudnn, driver, python
     variables: dict[str, str] = {}  # environment variables that change speed
     seconds: float  # of hot time per kernel, as asked
