@@ -108,6 +108,13 @@ def test_no_samples_at_all() -> None:
     assert summary["samples"] == 0 and summary["gpus"][0]["power_w"] is None and summary["throttled"] == {}
 
 
+def test_a_run_of_one_sample_is_compared_with_the_one_before() -> None:
+    """Half a second of steps: the cores that the run got must not go unseen."""
+    summary = summarize_samples(*make_samples(), [(101.9, 102.1)])
+    assert summary["samples"] == 1
+    assert summary["host"]["run_cores"]["median"] == pytest.approx(0.62)
+
+
 def test_sampling_process_without_nvml(tmp_path: Path) -> None:
     """Samples come, the cost stays below a percent of a core, the file is whole, the process ends."""
     began_s = time.time()

@@ -48,9 +48,11 @@ def summarize_samples(header: dict[str, Any], samples: list[dict[str, Any]], ste
     """
     times = [sample["time"] for sample in samples]
     by_step = [samples_of(step, times, header.get("interval_s", 0.5)) for step in steps]
-    during = [samples[i] for i in sorted({i for found in by_step for i in found})]
+    positions = sorted({i for found in by_step for i in found})
+    during = [samples[i] for i in positions]
+    before = samples[positions[0] - 1] if positions and positions[0] > 0 else None
     cards = [summarize_card(position, card, during) for position, card in enumerate(header.get("cards", []))]
-    host = summarize_host(during)
+    host = summarize_host(during, before)
     limited, reason = judge_host(cards, host)
     return {
         "interval_s": header.get("interval_s"),
@@ -94,9 +96,13 @@ def summarize_card(position: int, card: dict[str, Any], samples: list[dict[str, 
     return {**card, **{key: spread(sample["cards"][position][key] for sample in samples) for key in keys}}
 
 
-def summarize_host(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """CPU load of the node, cores used by the run's processes, disk and network rates in MB/s (1e6 bytes)."""
-    pairs = [(a, b) for a, b in itertools.pairwise(samples) if b["time"] > a["time"]]
+def summarize_host(samples: list[dict[str, Any]], before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """CPU load of the node, cores used by the run's processes, disk and network rates in MB/s (1e6 bytes).
+
+    before: the sample before the first, which a single sample is compared with: a short run has no other.
+    """
+    compared = [before, *samples] if before is not None and len(samples) == 1 else samples
+    pairs = [(a, b) for a, b in itertools.pairwise(compared) if b["time"] > a["time"]]
 
     def rate(key: str) -> dict[str, float] | None:
         return spread(
