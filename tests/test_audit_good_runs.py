@@ -70,7 +70,7 @@ def test_consistent_cpu_runs_pass(world_size: int, accumulation: int, dtype: str
         device="cpu", world_size=world_size, gradient_accumulation_steps=accumulation, dtype=dtype, attention="sdpa"
     )
     assert audit_run(log) == []
-    assert audit_run(log, make_ceilings("cpu", "fp32" if dtype == "float32" else "bf16", 0.2)) == []
+    assert audit_run(log, make_ceilings("cpu", "fp32" if dtype == "float32" else "bf16", 0.4)) == []
 
 
 @quick

@@ -141,6 +141,49 @@ def test_planted_fault_is_found_and_nothing_else(fault: str) -> None:
     assert codes({**GOOD, **changes}) == expected
 
 
+@pytest.mark.parametrize(
+    ("figures", "certainty", "impossible"),
+    [
+        ({"tokens_per_s": 1e9, "parameters": 1_360_000_000}, "certain", True),  # 450 times the peak by 6N
+        ({"tokens_per_s": 5e6, "parameters": 1_360_000_000}, "certain", True),  # 3N are above the peak, whatever N is
+        ({"tokens_per_s": 3e6, "parameters": 1_360_000_000}, "likely", False),  # 6N only: embeddings may explain it
+        ({"tokens_per_s": 1e9, "model": "llama2-1.36b"}, "certain", True),  # no length: no attention
+        ({"mfu_percent": 130.0, "model": "llama2-1.36b", "seq_len": 2048}, "certain", True),
+        ({"mfu_percent": 103.0, "model": "llama2-1.36b", "seq_len": 2048}, "likely", False),
+    ],
+)
+def test_beyond_the_card_with_few_figures(figures: dict[str, Any], certainty: str, impossible: bool) -> None:
+    run = {"gpu": "NVIDIA B200", "num_gpus": 8, **figures}
+    verdict = audit_figures([f"{key}={value}" for key, value in run.items()]).runs[0]
+    found = {finding.code: finding for finding in verdict.findings}
+    assert found.keys() == {"above_ceiling"}
+    finding = found["above_ceiling"]
+    assert (finding.certainty, finding.impossible) == (certainty, impossible)
+
+
+def test_an_mfu_above_100_percent_is_impossible_by_itself() -> None:
+    report = audit_figures(["mfu=140"])
+    assert report.impossible
+    assert "by any convention" in report.runs[0].findings[-1].sentence
+
+
+def test_what_could_not_be_checked_is_named() -> None:
+    report = audit_figures(["gpu=NVIDIA B200", "tokens_per_s=9000", "parameters=1360000000"])
+    text = " ".join(report.to_text().split())
+    assert "nothing to object to in what could be checked" in text
+    assert "whether the rate counts all GPUs and micro-steps (needs step_time_s, micro_batch_size, seq_len)" in text
+    assert report.to_json()["runs"][0]["not_checked"] == report.runs[0].not_checked
+    good = audit_figures([f"{key}={value}" for key, value in GOOD.items()])
+    assert good.runs[0].not_checked == []
+    assert good.to_text().endswith("1 run, nothing to object to")
+
+
+@pytest.mark.parametrize("words", [["gpu=NVIDIA B200", "num_gpus=8"], ["tokens_per_s=9000"], ["name=x"]])
+def test_figures_that_nothing_can_be_held_against_are_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="holds no figures that can be audited"):
+        audit_figures(words)
+
+
 def test_mfu_without_anything_to_compute_it_from() -> None:
     assert codes({"gpu_name": "NVIDIA H100 80GB HBM3", "mfu_percent": 55, "tokens_per_s": 60_000}) == [
         "flops_convention_unstated"
@@ -186,6 +229,9 @@ def test_bad_figures_are_told_in_a_sentence() -> None:
         ([], "key=value"),
         (["precision=int4"], "precision 'int4'"),
         (["tokens_per_s=nan"], "tokens_per_s"),
+        (["tokens_per_s=1e300"], "tokens_per_s"),
+        (["tokens_per_s=5", "tokens_per_s=6"], "given twice, as '5' and '6'"),
+        (["gpu=B200", "gpu_name=H100"], "given twice"),
     ]:
         with pytest.raises(ConfigError, match=message):
             audit_figures(figures)
@@ -257,6 +303,11 @@ def unknown_card(log: dict[str, Any]) -> None:
     log["startup_info"]["hardware"]["gpu_name"] = "NVIDIA RTX A6001"
 
 
+def rates_of_nothing(log: dict[str, Any]) -> None:
+    for entry in log["training_iterations"][1:20]:
+        entry["mfu"]["tokens_per_sec"] = 0.0
+
+
 LEGACY_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "none": (scale(), []),
     "rate of one rank": (scale(tokens_per_sec=0.5, mfu=0.5, flops_achieved=0.5), ["tokens_per_s_is_one_rank"]),
@@ -264,6 +315,7 @@ LEGACY_FAULTS: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "sparse peak": (scale(hardware_peak_flops=2, mfu=0.5), ["peak_is_sparse"]),
     "peak of another card": (card_that_fell_to_another, ["peak_is_wrong"]),
     "unknown card": (unknown_card, ["peak_unknown"]),
+    "some rates of nothing": (rates_of_nothing, []),
     "clock read too early": (clock_read_too_early, ["above_ceiling"]),
     "FLOPs of another model": (scale(flops_per_token=1.4), ["flops_convention_unstated"]),
     "compilation counted": (compile_in_the_average, ["warm_up_included"]),
@@ -278,6 +330,14 @@ def test_planted_fault_in_a_legacy_log(fault: str, good_legacy: dict[str, Any], 
     path = tmp_path / "legacy.json"
     path.write_text(json.dumps(good_legacy))
     assert audit_paths([path]).runs[0].codes == expected
+
+
+def test_a_legacy_log_with_impossible_sizes_is_told(good_legacy: dict[str, Any], tmp_path: Path) -> None:
+    good_legacy["startup_info"]["config"]["n_head"] = 0
+    path = tmp_path / "legacy.json"
+    path.write_text(json.dumps(good_legacy))
+    with pytest.raises(ConfigError, match="sizes that cannot be"):
+        audit_paths([path])
 
 
 def test_legacy_log_with_nan_is_read(good_legacy: dict[str, Any], tmp_path: Path) -> None:

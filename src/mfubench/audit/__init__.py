@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mfubench.audit.figures import audit_reported, audit_reported_runs
+from mfubench.audit.figures import audit_reported, audit_reported_runs, check_auditable
 from mfubench.audit.findings import CODES, Finding, RunVerdict
 from mfubench.audit.readers import read_sources
 from mfubench.audit.report import AuditReport
 from mfubench.audit.reported import ReportedRun, parse_figures
 from mfubench.audit.run import audit_run, judge_run
+from mfubench.audit.studies import by_study, named_apart, nearby_ceilings
 from mfubench.audit.study import audit_study, group_of, is_compared, weak_scaling
 from mfubench.ceilings import Ceilings
 from mfubench.run_log import RunLog
@@ -39,33 +40,49 @@ __all__ = [
 
 
 def audit_paths(paths: Sequence[Path | str], ceilings: Ceilings | None = None) -> AuditReport:
-    """Judge all runs that these files and folders hold. Raises ConfigError for a file that is none of the known."""
+    """Judge all runs that these files and folders hold; a study's runs are held against each other, not another's.
+
+    ceilings: of the machine that ran; without them those that lie in a run's study are used, where they are of the
+    device that ran, and a note says so. Raises ConfigError for a file that is none of the known, or without figures
+    that can be audited.
+    """
     verdicts: list[RunVerdict] = []
-    logs: list[tuple[RunLog, str]] = []
+    runs: list[tuple[RunLog, Path]] = []
     for source in read_sources([Path(path) for path in paths]):
         if source.log is not None:
-            logs.append((source.log, str(source.path)))
+            runs.append((source.log, source.path))
         else:
-            verdicts += audit_reported_runs(source.reported, str(source.path))
-    verdicts += judge_logs(logs, ceilings)
-    return AuditReport(runs=verdicts, weak_scaling=weak_scaling(verdicts))
+            reported = audit_reported_runs(source.reported, str(source.path))
+            check_auditable(reported, str(source.path))
+            verdicts += reported
+    notes: dict[str, None] = {}  # each once, in order
+    for together in by_study(named_apart(runs)):
+        judged = []
+        for log, path in together:
+            known, note = (ceilings, None) if ceilings is not None else nearby_ceilings(log, path)
+            notes |= {note: None} if note else {}
+            judged.append(judge_run(log, str(path), known))
+        verdicts += hold_together([log for log, _ in together], judged)
+    return AuditReport(runs=verdicts, weak_scaling=weak_scaling(verdicts), notes=list(notes))
 
 
 def audit_logs(logs: Sequence[RunLog], ceilings: Ceilings | None = None) -> AuditReport:
     """Judge the run logs of a study, each by itself and against each other."""
-    verdicts = judge_logs([(log, log.name) for log in logs], ceilings)
+    verdicts = hold_together(logs, [judge_run(log, log.name, ceilings) for log in logs])
     return AuditReport(runs=verdicts, weak_scaling=weak_scaling(verdicts))
 
 
 def audit_figures(figures: Sequence[str]) -> AuditReport:
-    """Judge one report given as `key=value` words."""
-    return AuditReport(runs=[audit_reported(parse_figures(figures), "command line")], weak_scaling=[])
+    """Judge one report given as `key=value` words. Raises ConfigError where nothing in it can be audited."""
+    verdict = audit_reported(parse_figures(figures), "command line")
+    check_auditable([verdict], "--reported")
+    return AuditReport(runs=[verdict], weak_scaling=[])
 
 
-def judge_logs(logs: Sequence[tuple[RunLog, str]], ceilings: Ceilings | None) -> list[RunVerdict]:
-    verdicts = [judge_run(log, source, ceilings) for log, source in logs]
-    together = audit_study([log for log, _ in logs])
-    for (log, _), verdict in zip(logs, verdicts, strict=True):
+def hold_together(logs: Sequence[RunLog], verdicts: list[RunVerdict]) -> list[RunVerdict]:
+    """The verdicts of runs, with what these show together."""
+    together = audit_study(logs)
+    for log, verdict in zip(logs, verdicts, strict=True):
         verdict.findings += together.get(log.name, [])
         verdict.group = group_of(log) if is_compared(log) else None
     return verdicts

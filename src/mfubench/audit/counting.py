@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mfubench.audit.findings import Finding
+from mfubench.audit.findings import Finding, plural
 
 TOLERANCE = 0.015  # stated rates and times are rounded; a miscount is off by a whole factor
 
@@ -28,13 +28,18 @@ def is_whole(value: float) -> bool:
 
 
 def count_micro_batches(
-    counted: float, world_size: int, accumulation: int | None, *, others_are_one_rank: bool = False
+    counted: float,
+    world_size: int,
+    accumulation: int | None,
+    *,
+    others_are_one_rank: bool = False,
+    unit: str = "GPU",
 ) -> Count:
     """Read `counted` = stated tokens/s x step time / tokens per micro-batch, the micro-batches behind a stated rate.
 
     accumulation: micro-steps per GPU and step that the source claims; None where it claims none.
     others_are_one_rank: another run of the same system proved that it logs one rank's rate; used where this run's own
-    numbers fit no reading of the claim.
+    numbers fit no reading of the claim. unit: what a rank runs on, in words.
     """
     W, A = world_size, accumulation
     shown = f"tokens/s x step time is {counted:.4g} micro-batches"
@@ -44,12 +49,13 @@ def count_micro_batches(
         return Count(A, 1.0)
     if near(counted, A):
         also = " (or leaves out the accumulation: the two factors are the same here)" if A == W else ""
-        return Count(A, W, (one_rank(W, f"{shown}, one GPU's {A} micro-steps instead of {W} x {A}{also}", 0.98),), True)
+        why = f"{shown}, one {unit}'s {A} micro-steps instead of {W} x {A}{also}"
+        return Count(A, W, (one_rank(W, why, 0.98),), True)
     if near(counted, W):
-        sentence = f"{shown}, one for each GPU, but a step accumulates {A} of them: the rate is {A} times too low"
+        sentence = f"{shown}, one for each {unit}, but a step accumulates {A} of them: the rate is {A} times too low"
         return Count(A, A, (Finding("tokens_per_s_excludes_accumulation", sentence, 0.98, f"x {A}"),))
     if near(counted, 1):
-        why = f"{shown}: one micro-batch of one GPU, while a step is {W} GPUs x {A} micro-steps"
+        why = f"{shown}: one micro-batch of one {unit}, while a step is {W} {plural(unit)} x {A} micro-steps"
         sentence = f"{why}; the rate leaves out the accumulation"
         return Count(
             A,
@@ -58,9 +64,9 @@ def count_micro_batches(
             True,
         )
     if W > 1 and near(counted, A * W * W):
-        sentence = f"{shown}, {W} times the {W} x {A} of a step: a rate over all GPUs was multiplied by {W} once more"
+        sentence = f"{shown}, {W} times the {W} x {A} of a step: a rate over all was multiplied by {W} once more"
         return Count(A, 1 / W, (Finding("ranks_counted_twice", sentence, 0.97, f"x 1/{W}"),))
-    return count_against_claim(counted, W, A, others_are_one_rank, shown)
+    return count_against_claim(counted, W, A, others_are_one_rank, shown, unit)
 
 
 def one_rank(world_size: int, why: str, confidence: float) -> Finding:
@@ -81,7 +87,7 @@ def count_without_claim(counted: float, world_size: int, others_are_one_rank: bo
 
 
 def count_against_claim(
-    counted: float, world_size: int, accumulation: int, others_are_one_rank: bool, shown: str
+    counted: float, world_size: int, accumulation: int, others_are_one_rank: bool, shown: str, unit: str
 ) -> Count:
     """The claimed accumulation fits no reading: say what was really done, as one rank's rate or as everyone's."""
     rank_reading = world_size > 1 and (
@@ -93,11 +99,11 @@ def count_against_claim(
         reason = " (another run of the same system shows that it logs one rank's)" if others_are_one_rank else ""
         findings.append(one_rank(world_size, f"{shown}{reason}", 0.93 if others_are_one_rank else 0.7))
     elif world_size > 1:
-        shown += f" over all GPUs (or, were the rate one rank's, {counted:.4g} on each)"
+        shown += f" over all {world_size} (or, were the rate one rank's, {counted:.4g} on each)"
     findings.append(
         Finding(
             "accumulation_differs_from_banner",
-            f"{accumulation} micro-steps per GPU are claimed, but {shown}: {per_gpu:.4g} per GPU were done. "
+            f"{accumulation} micro-steps per {unit} are claimed, but {shown}: {per_gpu:.4g} per {unit} were done. "
             f"With {accumulation}, the step would have computed {accumulation / per_gpu:.3g} times as much in its time",
             0.97,
             round(per_gpu, 3),

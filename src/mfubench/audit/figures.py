@@ -7,10 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mfubench.audit.counting import Count, count_micro_batches, near, one_rank
+from mfubench.audit.coverage import checks_of
 from mfubench.audit.findings import Finding, RunVerdict
-from mfubench.audit.rates import check_ceiling, check_flops, check_mfu, check_parameters, check_peak, known_peak
+from mfubench.audit.rates import (
+    check_ceiling,
+    check_flops,
+    check_mfu,
+    check_mfu_possible,
+    check_parameters,
+    check_peak,
+    known_peak,
+)
 from mfubench.audit.reported import ReportedRun
 from mfubench.audit.series import check_series
+from mfubench.config import ConfigError
 from mfubench.flops import flops_per_token
 
 
@@ -39,10 +49,12 @@ def audit_reported(run: ReportedRun, source: str, *, others_are_one_rank: bool =
     if peak is not None and rate.true is not None:
         what = f"{rate.true:,.0f} tokens/s"
         findings += check_ceiling(rate.true / run.num_gpus, run, peak, terms, what)
+    findings += check_mfu_possible(run, terms, findings)
     findings += check_totals(run, rate.true)
     findings += check_series(run.step_times_s, run.step_numbers, events_of(run), "an evaluation or checkpoint")
 
     palm = flops_per_token(terms, "palm") if terms else run.flops_per_token
+    checks = checks_of(run)
     true_mfu = rate.true * palm / (peak.tflops * 1e12 * run.num_gpus) if rate.true and palm and peak else None
     return RunVerdict(
         name=run.name,
@@ -54,7 +66,19 @@ def audit_reported(run: ReportedRun, source: str, *, others_are_one_rank: bool =
         true_mfu_palm=true_mfu,
         stated_mfu=run.mfu_percent / 100 if run.mfu_percent else None,
         findings=findings,
+        checked=bool(findings) or any(not check.missing for check in checks),
+        not_checked=[str(check) for check in checks if check.missing and check.of_interest],
     )
+
+
+def check_auditable(verdicts: Sequence[RunVerdict], where: str) -> None:
+    """Raises ConfigError where nothing that was reported could be held against anything: silence is no approval."""
+    if not any(verdict.checked for verdict in verdicts):
+        raise ConfigError(
+            f"{where}: holds no figures that can be audited; give a rate (tokens_per_s), the card (gpu, num_gpus) and "
+            "the model (model, or parameters), as far as known with step_time_s, micro_batch_size, seq_len and "
+            "gradient_accumulation_steps"
+        )
 
 
 def audit_reported_runs(runs: Sequence[ReportedRun], source: str) -> list[RunVerdict]:

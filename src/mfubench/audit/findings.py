@@ -30,6 +30,9 @@ CODES = (
     "gradients_absent",
     "loss_not_finite",
     "token_ids_do_not_fit",
+    "status_contradicts_steps",  # a run that went well without steps, or failed with measured ones
+    "nothing_measured",
+    "machine_was_busy",  # with other processes, while the run was measured
 )
 # Contradictions of arithmetic: a run that has one of them, and surely, fails its study.
 IMPOSSIBLE = {
@@ -42,6 +45,7 @@ IMPOSSIBLE = {
     "ranks_counted_twice",
     "steps_miscounted",
     "token_ids_do_not_fit",
+    "status_contradicts_steps",
 }
 SURE = 0.9
 
@@ -87,6 +91,9 @@ class RunVerdict:
     true_mfu_palm: float | None = None  # fraction of the dense peak
     stated_mfu: float | None = None  # fraction, as the source says it
     findings: list[Finding] = field(default_factory=list)
+    unit: str = "GPU"  # what a rank runs on, in words; of a CPU run "process"
+    checked: bool = True  # whether anything could be held against anything
+    not_checked: list[str] = field(default_factory=list)  # what figures are missing for, and which
 
     @property
     def codes(self) -> list[str]:
@@ -96,6 +103,10 @@ class RunVerdict:
     @property
     def impossible(self) -> bool:
         return any(finding.impossible for finding in self.findings)
+
+
+def plural(unit: str) -> str:
+    return unit + ("es" if unit.endswith("s") else "s")
 
 
 def unique_codes(findings: Iterable[Finding]) -> list[str]:

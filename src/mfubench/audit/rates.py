@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from mfubench.audit.counting import near
 from mfubench.audit.findings import Finding
 from mfubench.audit.reported import ReportedRun
@@ -13,6 +16,7 @@ PEAK_TOLERANCE = 0.025  # reports round peaks: 155 for 154.8, 990 for 989.4, 366
 FLOPS_TOLERANCE = 0.002  # FLOPs a token are stated to three digits at least
 # Cards boost above the clock that their peak assumes: an H100 to 1,980 MHz from 1,830, 8 %.
 CEILING_MARGIN = 0.10
+EXPLAINS_MFU = {"peak_is_sparse", "peak_is_wrong", "ranks_counted_twice", "above_ceiling"}  # why one is above 100 %
 
 
 def known_peak(run: ReportedRun) -> tuple[Peak | None, list[Finding]]:
@@ -186,23 +190,64 @@ def explain_parameters(difference: int, not_matmul: int, lm_head: int) -> str:
 def check_ceiling(
     tokens_per_s_per_gpu: float, run: ReportedRun, peak: Peak, terms: FlopTerms | None, what: str
 ) -> list[Finding]:
-    """Executed FLOPs (causal) against the datasheet's peak. Unknown embeddings are taken as computed: less sure."""
-    if terms is None:
-        if run.flops_per_token is None:
-            return []
-        executed, confidence = run.flops_per_token, 0.8
-    else:
-        executed, confidence = flops_per_token(terms, "causal"), 0.98 if run.architecture else 0.9
-    tflops = tokens_per_s_per_gpu * executed / 1e12
+    """Executed FLOPs against the datasheet's peak, by the surest count of them that is above it."""
     limit = peak.tflops * (1 + CEILING_MARGIN)
-    if tflops <= limit:
+    above = [count for count in executed_counts(run, terms) if tokens_per_s_per_gpu * count.flops / 1e12 > limit]
+    if not above:
         return []
+    surest = max(above, key=lambda count: count.confidence)
     sentence = (
-        f"{what} means {tflops:,.0f} TFLOP/s on each card, counting only what causal kernels execute; {run.gpu_name} "
-        f"has {peak.tflops:g} in {peak.dtype} ({CEILING_MARGIN:.0%} more where it boosts above its stated clock)"
+        f"{what} means {tokens_per_s_per_gpu * surest.flops / 1e12:,.0f} TFLOP/s on each card, counting {surest.what}; "
+        f"{run.gpu_name} has {peak.tflops:g} in {peak.dtype} ({CEILING_MARGIN:.0%} more where it boosts above its "
+        "stated clock)"
     )
-    return [
-        Finding(
-            "above_ceiling", sentence, confidence, f"at most {limit / executed * 1e12 * run.num_gpus:,.0f} tokens/s"
-        )
-    ]
+    value = f"at most {limit / surest.flops * 1e12 * run.num_gpus:,.0f} tokens/s"
+    return [Finding("above_ceiling", sentence, surest.confidence, value)]
+
+
+@dataclass(frozen=True)
+class Executed:
+    """FLOPs that a token takes at least, and how sure that is."""
+
+    flops: float
+    what: str
+    confidence: float
+
+
+def executed_counts(run: ReportedRun, terms: FlopTerms | None) -> list[Executed]:
+    """What is known of the FLOPs that a token executes, by the figures there are.
+
+    Without dimensions it is not known how many of N parameters are looked up instead of multiplied. At most half of
+    them are: an embedding that is not its own output head has a head of the same size, which multiplies.
+    """
+    causal = "only what causal kernels execute"
+    if run.architecture is not None:
+        if terms is not None:
+            return [Executed(flops_per_token(terms, "causal"), causal, 0.98)]
+        flops = 6.0 * count_parameters(run.architecture).matmul
+        return [Executed(flops, "no attention, as the length is not stated", 0.98)]
+    counts = []
+    if terms is not None:
+        counts.append(Executed(flops_per_token(terms, "causal"), causal, 0.9))
+    elif run.flops_per_token is not None:
+        counts.append(Executed(run.flops_per_token, "the FLOPs a token as stated", 0.8))
+    if run.parameters is not None:
+        counts.append(Executed(6.0 * run.parameters, "6 FLOPs a parameter, embeddings too", 0.7))
+        least = "only 6 FLOPs for half of the parameters (the other half is the largest embedding there can be)"
+        counts.append(Executed(3.0 * run.parameters, least, 0.97))
+    return counts
+
+
+def check_mfu_possible(run: ReportedRun, terms: FlopTerms | None, findings: Sequence[Finding]) -> list[Finding]:
+    """An MFU above 100 %, where no other finding has explained it yet."""
+    if run.mfu_percent is None or run.mfu_percent <= 100 or {finding.code for finding in findings} & EXPLAINS_MFU:
+        return []
+    executed = run.mfu_percent / 100
+    if terms is not None:
+        executed *= flops_per_token(terms, "causal") / flops_per_token(terms, run.flops_convention or "palm")
+    impossible = executed > 1 + CEILING_MARGIN
+    sentence = f"an MFU of {run.mfu_percent:g} % is stated: more FLOP/s than the hardware has, by any convention"
+    if not impossible:
+        sentence += "; only a clock above the datasheet's, or full attention over long sequences, explains it"
+    confidence = (0.97 if terms is not None else 0.92) if impossible else 0.6
+    return [Finding("above_ceiling", sentence, confidence, "below 100 %")]

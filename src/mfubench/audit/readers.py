@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 from mfubench.audit.reported import ReportedRun, make_reported
 from mfubench.config import ConfigError
+from mfubench.result_files import find_results, is_run_log, read_json
 from mfubench.run_log import RunLog, read_run_log
 
 # What the top-level `source` of a file of reported figures and its runs may hold beside figures.
@@ -37,10 +37,8 @@ def read_sources(paths: Iterable[Path]) -> list[Source]:
 
 def read_path(path: Path) -> Iterator[Source]:
     if path.is_dir():
-        runs = path / "runs"  # of a study's results folder; its work folders hold unfinished ones
-        for file in sorted((runs if runs.is_dir() else path).rglob("*.json")):
-            values = read_json(file)
-            if is_run_log(values):
+        for file in find_results(path):
+            if is_run_log(read_json(file)):
                 yield Source(file, log=read_run_log(file))
         return
     values = read_json(path)
@@ -54,20 +52,6 @@ def read_path(path: Path) -> Iterator[Source]:
         yield Source(path, reported=tuple(read_reported(path, [values])))
     else:
         raise ConfigError(f"{path}: holds neither a run JSON, nor a legacy log (training_iterations), nor `runs`")
-
-
-def is_run_log(values: Any) -> bool:
-    return isinstance(values, dict) and {"schema_version", "status", "config", "environment"} <= values.keys()
-
-
-def read_json(path: Path) -> Any:
-    """JSON of a file; NaN and infinities, which old logs hold, become None."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is no valid JSON ({error})") from None
 
 
 def read_reported(path: Path, runs: list[Any]) -> Iterator[ReportedRun]:
@@ -110,6 +94,8 @@ def read_legacy(path: Path, log: dict[str, Any]) -> ReportedRun:
             },
             str(path),
         )
+    except ArithmeticError as error:
+        raise ConfigError(f"{path}: a legacy log with sizes that cannot be ({error})") from None
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -121,7 +107,7 @@ def legacy_series(rated: list[dict[str, Any]]) -> dict[str, Any]:
     whole = [
         entry
         for entry in rated
-        if all(is_number(value) for value in (entry["time_ms"], entry["mfu"]["tokens_per_sec"], entry["mfu"]["mfu"]))
+        if is_number(entry["mfu"]["mfu"]) and all(map(is_positive, (entry["time_ms"], entry["mfu"]["tokens_per_sec"])))
     ]
     if not whole:
         return {}
@@ -140,3 +126,7 @@ def legacy_series(rated: list[dict[str, Any]]) -> dict[str, Any]:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+def is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mfubench.audit.findings import RunVerdict
@@ -15,6 +16,7 @@ class AuditReport:
 
     runs: list[RunVerdict]
     weak_scaling: list[dict[str, Any]]
+    notes: list[str] = field(default_factory=list)  # what was read beside the runs
 
     @property
     def impossible(self) -> bool:
@@ -33,23 +35,28 @@ class AuditReport:
             "runs": [run_to_json(run) for run in self.runs],
             "weak_scaling_efficiency": self.weak_scaling_efficiency,
             "weak_scaling": self.weak_scaling,
+            "notes": self.notes,
         }
 
     def to_text(self) -> str:
         """The same for a person: good runs in one line, the others with each finding in a sentence."""
-        lines: list[str] = []
+        lines = list(self.notes)
         for run in self.runs:
-            lines.append(f"{run.name}: {figures_of(run)}" + ("" if run.findings else "; nothing to object to"))
+            lines.append(f"{run.name}: {figures_of(run)}" + ("" if run.findings else f"; {no_objection([run])}"))
+            texts = []
             for finding in run.findings:
                 true = f" True: {true_value(finding.true_value)}." if finding.true_value is not None else ""
-                text = f"{finding.code} ({finding.certainty}): {finding.sentence}.{true}"
+                texts.append(f"{finding.code} ({finding.certainty}): {finding.sentence}.{true}")
+            texts += [f"not checked: {check}" for check in run.not_checked]
+            for text in texts:
                 lines += textwrap.wrap(
                     text, 110, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False
                 )
         for series in self.weak_scaling:
             a, b = series["world_sizes"]
             lines.append(
-                f"weak scaling, {series['from']} → {series['to']} ({a} → {b} GPUs): {series['efficiency']:.2%}"
+                f"weak scaling, {series['from']} → {series['to']} ({a} → {b} {series['unit']}): "
+                f"{series['efficiency']:.2%}"
             )
         return "\n".join([*lines, self.verdict()])
 
@@ -60,7 +67,12 @@ class AuditReport:
         objected = [run.name for run in self.runs if run.findings]
         if objected:
             return f"verdict: possible, with objections to {', '.join(objected)}"
-        return f"verdict: {len(self.runs)} run{'s' if len(self.runs) != 1 else ''}, nothing to object to"
+        return f"verdict: {len(self.runs)} run{'s' if len(self.runs) != 1 else ''}, {no_objection(self.runs)}"
+
+
+def no_objection(runs: Sequence[RunVerdict]) -> str:
+    """Praise only of what was looked at."""
+    return "nothing to object to" + (" in what could be checked" if any(run.not_checked for run in runs) else "")
 
 
 def run_to_json(run: RunVerdict) -> dict[str, Any]:
@@ -81,6 +93,7 @@ def run_to_json(run: RunVerdict) -> dict[str, Any]:
             }
             for finding in run.findings
         ],
+        "not_checked": run.not_checked,
     }
     if run.stated_mfu is not None:
         values["logged_mfu_percent"] = round(100 * run.stated_mfu, 1)
@@ -90,7 +103,7 @@ def run_to_json(run: RunVerdict) -> dict[str, Any]:
 def figures_of(run: RunVerdict) -> str:
     parts = []
     if run.micro_steps_per_gpu is not None:
-        parts.append(f"{run.micro_steps_per_gpu:.4g} micro-steps per GPU")
+        parts.append(f"{run.micro_steps_per_gpu:.4g} micro-steps per {run.unit}")
     if run.true_tokens_per_s is not None:
         parts.append(f"{run.true_tokens_per_s:,.0f} tokens/s")
     if run.true_mfu_palm is not None:

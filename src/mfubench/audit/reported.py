@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mfubench.config import ConfigError, ModelConfig
-from mfubench.flops import Convention, FlopTerms, flop_terms
+from mfubench.flops import Convention, FlopTerms, count_parameters, flop_terms
 from mfubench.presets import load_model
+from mfubench.run_log import LARGEST, Count, Positive
 
 ALIASES = {"gpu": "gpu_name", "gpus": "num_gpus", "world_size": "num_gpus", "dtype": "precision", "mfu": "mfu_percent"}
 PRECISIONS = {
@@ -19,6 +21,7 @@ PRECISIONS = {
     **dict.fromkeys(("fp32", "float32", "float", "tf32"), "float32"),
     "fp8": "bfloat16",
 }
+Figure = Annotated[float, Field(ge=1e-9, le=1e24)]  # whatever is reported; products of several stay finite
 
 
 class ReportedRun(BaseModel):
@@ -28,42 +31,42 @@ class ReportedRun(BaseModel):
 
     name: str = "reported"
     gpu_name: str | None = None
-    num_gpus: int = Field(1, ge=1)
+    num_gpus: Positive = 1
     precision: str = "bfloat16"
     tf32: bool = True
     parallelism: str | None = None
 
     model: str | None = None  # a preset of config/models.yaml; fills what is not stated
     architecture: ModelConfig | None = None  # complete dimensions, where the source has them
-    parameters: int | None = Field(None, gt=0)
-    num_hidden_layers: int | None = Field(None, gt=0)
-    num_attention_heads: int | None = Field(None, gt=0)
-    head_dim: int | None = Field(None, gt=0)
+    parameters: Positive | None = None
+    num_hidden_layers: Positive | None = None
+    num_attention_heads: Positive | None = None
+    head_dim: Positive | None = None
 
-    seq_len: int | None = Field(None, gt=0)
-    micro_batch_size: int | None = Field(None, gt=0)
-    gradient_accumulation_steps: int | None = Field(None, gt=0)  # per GPU
-    config_gradient_accumulation_steps: int | None = Field(None, gt=0)  # over all GPUs, to be divided by them
-    global_batch_size: int | None = Field(None, gt=0)  # sequences
+    seq_len: Positive | None = None
+    micro_batch_size: Positive | None = None
+    gradient_accumulation_steps: Positive | None = None  # per GPU
+    config_gradient_accumulation_steps: Positive | None = None  # over all GPUs, to be divided by them
+    global_batch_size: Positive | None = None  # sequences
 
-    step_time_s: float | None = Field(None, gt=0)
-    tokens_per_s: float | None = Field(None, gt=0)
-    tokens_per_s_per_gpu: float | None = Field(None, gt=0)
-    flops_per_token: float | None = Field(None, gt=0)
+    step_time_s: Figure | None = None
+    tokens_per_s: Figure | None = None
+    tokens_per_s_per_gpu: Figure | None = None
+    flops_per_token: Figure | None = None
     flops_convention: Convention | None = None
-    mfu_percent: float | None = Field(None, gt=0)
-    hardware_peak_tflops: float | None = Field(None, gt=0)
-    achieved_tflops: float | None = Field(None, gt=0)
+    mfu_percent: Figure | None = None
+    hardware_peak_tflops: Figure | None = None
+    achieved_tflops: Figure | None = None
 
-    steps: int | None = Field(None, gt=0)  # done in total_time_s
-    resumed_at_step: int | None = Field(None, ge=0)
-    total_tokens: float | None = Field(None, gt=0)  # trained in total_time_s
-    total_time_s: float | None = Field(None, gt=0)
+    steps: Positive | None = None  # done in total_time_s
+    resumed_at_step: Count | None = None
+    total_tokens: Figure | None = None  # trained in total_time_s
+    total_time_s: Figure | None = None
 
     # By logged step, where the source has them.
-    step_numbers: list[int] = []
-    step_times_s: list[float] = []
-    step_rates: list[float] = []  # tokens/s
+    step_numbers: list[Count] = []
+    step_times_s: list[Figure] = []
+    step_rates: list[Figure] = []  # tokens/s
     evaluation_interval: int | None = None  # steps
     checkpoint_interval: int | None = None
 
@@ -95,7 +98,7 @@ class ReportedRun(BaseModel):
 
 def make_reported(values: dict[str, Any], where: str) -> ReportedRun:
     """Validate reported figures; `where` opens each complaint. Raises ConfigError for unknown keys and bad values."""
-    values = {ALIASES.get(key, key): value for key, value in values.items()}
+    values = without_aliases(values, where)
     unknown = [key for key in values if key not in ReportedRun.model_fields]
     if unknown:
         near = difflib.get_close_matches(unknown[0], ReportedRun.model_fields, n=1)
@@ -109,10 +112,25 @@ def make_reported(values: dict[str, Any], where: str) -> ReportedRun:
     except ValidationError as error:
         fault = error.errors()[0]
         path = ".".join(str(part) for part in fault["loc"])
-        raise ConfigError(f"{where}: {path}: found {fault['input']!r}; {fault['msg']}") from None
+        found = textwrap.shorten(repr(fault["input"]), 80)
+        raise ConfigError(f"{where}: {path}: found {found}; {fault['msg']}") from None
     if run.precision.lower() not in PRECISIONS:
         raise ConfigError(f"{where}: precision {run.precision!r} is none of {', '.join(PRECISIONS)}")
-    return fill_from_model(run)
+    run = fill_from_model(run)
+    if run.architecture and count_parameters(run.architecture).total > LARGEST:
+        raise ConfigError(f"{where}: the dimensions multiply to more parameters than 64 bits count")
+    return run
+
+
+def without_aliases(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The figures by their own names. Raises ConfigError where one is given under two of its names."""
+    renamed: dict[str, Any] = {}
+    for key, value in values.items():
+        name = ALIASES.get(key, key)
+        if name in renamed:
+            raise ConfigError(f"{where}: {name} is given twice, as {renamed[name]!r} and {value!r}; which is it?")
+        renamed[name] = value
+    return renamed
 
 
 def fill_from_model(run: ReportedRun) -> ReportedRun:
@@ -136,7 +154,10 @@ def parse_figures(figures: Iterable[str]) -> ReportedRun:
             raise ConfigError(
                 f"--reported: {figure!r} is no figure; write key=value, as in gpu='NVIDIA B200' num_gpus=8"
             )
-        values[key.strip().replace("-", "_")] = value.strip().replace(",", "") if key != "gpu" else value.strip()
+        key, value = key.strip().replace("-", "_"), value.strip()
+        if key in values:
+            raise ConfigError(f"--reported: {key} is given twice, as {values[key]!r} and {value!r}; which is it?")
+        values[key] = value if key in ("gpu", "gpu_name") else value.replace(",", "")
     if not values:
         raise ConfigError("--reported: no figures given; write key=value, as in gpu='NVIDIA B200' num_gpus=8")
     return make_reported(values, "--reported")

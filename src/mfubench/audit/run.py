@@ -25,19 +25,22 @@ def audit_run(log: RunLog, ceilings: Ceilings | None = None) -> list[Finding]:
 
 def judge_run(log: RunLog, source: str, ceilings: Ceilings | None) -> RunVerdict:
     """The findings of a run and its true rate and MFU. A run without steps (oom, skipped) has facts only."""
-    count, findings = run_numbers.count_tokens(log)
+    unit = "GPU" if log.environment.device == "cuda" else "process"
+    count, findings = run_numbers.count_tokens(log, unit)
     peak, unknown = peak_or_finding(log, ceilings)
     findings += unknown
     findings += run_numbers.check_wall(log)
     findings += run_numbers.check_step_times(log)
     findings += run_numbers.check_ceiling(log, count, peak, ceilings)
     findings += run_numbers.check_parameters(log)
+    findings += run_facts.check_status(log)
     findings += run_facts.check_what_ran(log)
     findings += run_facts.check_ranks(log)
     findings += run_facts.check_steps(log)
     findings += run_facts.check_schedule(log)
     findings += run_facts.check_learning(log)
     findings += run_facts.check_tokens_fit(log)
+    findings += run_facts.check_machine(log)
     rate = true_rate(log, count)
     return RunVerdict(
         name=log.name,
@@ -47,6 +50,10 @@ def judge_run(log: RunLog, source: str, ceilings: Ceilings | None) -> RunVerdict
         true_tokens_per_s=rate,
         true_mfu_palm=palm_mfu(log, rate, peak),
         findings=findings,
+        unit=unit,
+        not_checked=["the rate against what this CPU can do (needs its ceilings.json)"]
+        if rate and peak is None and not unknown
+        else [],
     )
 
 
@@ -63,7 +70,7 @@ def peak_or_finding(log: RunLog, ceilings: Ceilings | None) -> tuple[Peak | None
 def true_rate(log: RunLog, count: Count | None) -> float | None:
     """Tokens/s over all GPUs: true tokens of a step over the median time of the measured ones."""
     times_s = [step.step_time_s for step in log.measured_steps()]
-    if count is None or not times_s or statistics.median(times_s) <= 0:
+    if count is None or not times_s or log.status == "failed":
         return None
     config = log.config
     tokens = count.micro_steps_per_gpu * config.micro_batch_size * config.seq_len * config.world_size

@@ -7,12 +7,39 @@ from collections import Counter
 
 from mfubench.audit.findings import Finding
 from mfubench.audit.run_numbers import own_steps
+from mfubench.host_load import contention_of_run
 from mfubench.kernel_families import families_of
 from mfubench.run_log import RunLog
 
 NO_FLOAT32 = ("fa2", "fa3", "fa4", "cudnn")
 RANK_SPREAD = 1.15  # slowest rank's measured time over rank 0's: all wait for each other in each step
 UINT16_IDS = 2**16
+
+
+def check_status(log: RunLog) -> list[Finding]:
+    """What the run says of its end against the steps that it has: only a run that ended well has a rate to show."""
+    measured = len(log.measured_steps())
+    if log.status == "failed" and measured and log.wall is not None:  # without a wall: the beginning of a resumed run
+        sentence = f"the run calls itself failed ({log.reason}), and holds {measured} measured steps and their clock"
+        return [Finding("status_contradicts_steps", sentence, 0.95)]
+    if log.status != "ok" or measured or log.config.evaluation.only:
+        return []
+    if not log.steps:
+        claimed = f", and {log.wall.training_tokens:,} tokens of training" if log.wall else ""
+        sentence = f"the run calls itself ok{claimed}, and holds no step: nothing was trained, or they are gone"
+        return [Finding("status_contradicts_steps", sentence, 0.97, "no rate")]
+    warmup = log.config.measurement.warmup_steps
+    sentence = (
+        f"all {len(log.steps)} steps are compilation, preheat or warm-up: the run has no rate; max_iters "
+        f"{log.config.max_iters} must exceed warmup_steps {warmup} and what compiles"
+    )
+    return [Finding("nothing_measured", sentence, 0.97)]
+
+
+def check_machine(log: RunLog) -> list[Finding]:
+    """Other processes on the cores that were measured."""
+    taken = contention_of_run(log) if log.measured_steps() else None
+    return [Finding("machine_was_busy", str(taken), 0.9)] if taken is not None else []
 
 
 def check_what_ran(log: RunLog) -> list[Finding]:
@@ -78,8 +105,12 @@ def check_ranks(log: RunLog) -> list[Finding]:
 
 def check_rank_times(log: RunLog) -> list[Finding]:
     measured = [position for position, step in enumerate(log.steps) if step.phase == "measured"]
-    if not measured or any(len(times) != len(log.steps) for times in log.rank_step_times_s):
+    if not measured:
         return []
+    for rank, times in enumerate(log.rank_step_times_s):
+        if len(times) != len(log.steps):
+            sentence = f"rank {rank} has times of {len(times)} steps, the run {len(log.steps)}: they are not one run's"
+            return [Finding("ranks_disagree", sentence, 0.95, len(log.steps))]
     totals = [sum(times[position] for position in measured) for times in log.rank_step_times_s]
     stated = sum(log.steps[position].step_time_s for position in measured)
     if not totals or stated <= 0 or max(totals) <= RANK_SPREAD * stated:

@@ -7,16 +7,16 @@ from collections import Counter
 from dataclasses import asdict
 
 from mfubench.audit.counting import Count, count_micro_batches
+from mfubench.audit.cpu_ceiling import check_measured_ceiling
 from mfubench.audit.findings import Finding
 from mfubench.audit.rates import CEILING_MARGIN, explain_parameters
 from mfubench.audit.series import check_series
 from mfubench.ceilings.schema import Ceilings
-from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms
+from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
 from mfubench.hardware import ARITHMETIC, Peak, is_on
 from mfubench.run_log import RunLog, Step
 
 MEASURED_MARGIN = 0.05  # over the fastest matmul measured on the card: cards of one kind differ by 2.5 %
-CPU_MARGIN = 1.0  # a CPU is shared: its matmul was measured beside other processes
 FASTEST_MARGIN = 1.5  # single steps: so many times above the limit
 UNACCOUNTED_SHARE = 0.25  # of the training time that neither steps nor phases explain, and...
 UNACCOUNTED_S = 5.0  # ...so many seconds
@@ -32,14 +32,17 @@ def own_steps(log: RunLog) -> list[Step]:
     return log.steps[begins:] if begins is not None else [step for step in log.steps if step.step > resumed]
 
 
-def count_tokens(log: RunLog) -> tuple[Count | None, list[Finding]]:
+def count_tokens(log: RunLog, unit: str) -> tuple[Count | None, list[Finding]]:
     """Tokens per step against micro-batch x accumulation x world x seq_len."""
     if not log.steps:
         return None, []
     config = log.config
     usual = Counter(step.tokens for step in log.steps).most_common(1)[0][0]
     count = count_micro_batches(
-        usual / (config.micro_batch_size * config.seq_len), config.world_size, config.gradient_accumulation_steps
+        usual / (config.micro_batch_size * config.seq_len),
+        config.world_size,
+        config.gradient_accumulation_steps,
+        unit=unit,
     )
     findings = list(count.findings)
     odd = [step for step in log.steps if step.tokens != usual]
@@ -157,6 +160,10 @@ def check_ceiling(log: RunLog, count: Count | None, peak: Peak | None, ceilings:
     terms = flop_terms(log.config.model, log.config.seq_len)
     tokens = count.micro_steps_per_gpu * log.config.micro_batch_size * log.config.seq_len
     tflop = tokens * executed_flops_per_token(terms, log.config) / 1e12  # of one step on one device
+    if peak.measured:
+        assert ceilings is not None
+        palm = tokens * flops_per_token(terms, "palm") / 1e12
+        return check_measured_ceiling(log, tflop, palm, peak, ceilings)
     limit, of_what, confidence = ceiling_of(log, peak, ceilings)
     median_s = statistics.median(step.step_time_s for step in measured)
     fastest = min(measured, key=lambda step: step.step_time_s)
@@ -175,9 +182,6 @@ def check_ceiling(log: RunLog, count: Count | None, peak: Peak | None, ceilings:
 
 def ceiling_of(log: RunLog, peak: Peak, ceilings: Ceilings | None) -> tuple[float, str, float]:
     """(TFLOP/s that no run exceeds, what it is, how sure): the measured matmul where there is one, or the datasheet."""
-    if peak.measured:
-        limit = peak.tflops * (1 + CPU_MARGIN)
-        return limit, f"the CPU's fastest matmul was {peak.tflops:.4g} (with {CPU_MARGIN:.0%} for its other users)", 0.6
     fastest = None
     if (
         ceilings is not None

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 
-from mfubench.audit.findings import Finding, RunVerdict
+from mfubench.audit.findings import Finding, RunVerdict, plural
 from mfubench.config import RunConfig
 from mfubench.run_log import RunLog
 
@@ -123,12 +123,14 @@ def weak_scaling(verdicts: Iterable[RunVerdict]) -> list[dict]:
     """
     rates: dict[tuple, dict[int, list[float]]] = {}
     names: dict[tuple, dict[int, str]] = {}
+    units: dict[tuple, str] = {}
     for verdict in verdicts:
         if verdict.group is None or not verdict.true_tokens_per_s:
             continue
         world_size = verdict.world_size
         rates.setdefault(verdict.group, {}).setdefault(world_size, []).append(verdict.true_tokens_per_s / world_size)
         names.setdefault(verdict.group, {}).setdefault(world_size, verdict.name)
+        units[verdict.group] = plural(verdict.unit)
     series = []
     for group, by_size in rates.items():
         if len(by_size) < 2:
@@ -140,6 +142,7 @@ def weak_scaling(verdicts: Iterable[RunVerdict]) -> list[dict]:
                 "from": describe_runs(names[group][smallest], len(by_size[smallest])),
                 "to": describe_runs(names[group][largest], len(by_size[largest])),
                 "world_sizes": [smallest, largest],
+                "unit": units[group],
                 "efficiency": round(rate[largest] / rate[smallest], 4),
             }
         )

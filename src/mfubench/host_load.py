@@ -1,0 +1,57 @@
+"""Whether a machine did other work while it measured: the host's load beside what the measured processes got."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mfubench.run_log import RunLog
+
+LACKING = 0.25  # of the cores that its threads could use, which a run did not get: less is waiting of its own
+
+
+@dataclass(frozen=True)
+class Contention:
+    """Other processes held cores that the measured ones had use for."""
+
+    others: float  # cores that other processes used, median
+    cores: int  # of the machine
+    used: float  # cores that the measured processes got, median
+    wanted: int  # cores that their threads could have used
+
+    def __str__(self) -> str:
+        return (
+            f"other processes took {self.others:.1f} of {self.cores} cores while this ran, and it got {self.used:.1f} "
+            f"for {self.wanted} threads: not a measurement of this machine"
+        )
+
+
+def contention_of_run(log: RunLog) -> Contention | None:
+    """What other processes took from a CPU run; None where they took nothing of weight, or nobody looked.
+
+    A GPU run's threads mostly wait for the device, so that what they did not get cannot be told from what they did not
+    want: there telemetry's `host_limited` says whether the cards waited.
+    """
+    environment, config = log.environment, log.config
+    if environment.device != "cpu":
+        return None
+    ranks_here = max(1, config.world_size // config.nnodes)
+    return contention(log.telemetry, ranks_here * environment.cpu_threads, environment.cpu_count)
+
+
+def contention(telemetry: dict[str, Any] | None, threads: int, cores: int) -> Contention | None:
+    """As `contention_of_run`, of any telemetry summary: `threads` could have used as many of the machine's `cores`.
+
+    Both must hold: the measured processes got clearly fewer cores than they have threads, and the machine had none
+    idle that they could have had instead.
+    """
+    host = (telemetry or {}).get("host") or {}
+    load, own = host.get("cpu_percent"), host.get("run_cores")
+    if not load or not own:
+        return None
+    wanted = min(threads, cores)
+    lacking, idle = wanted - own["median"], cores * (1 - load["median"] / 100)
+    others = cores - idle - own["median"]
+    if lacking < LACKING * wanted or idle > lacking / 2 or others < LACKING * wanted:
+        return None
+    return Contention(others, cores, own["median"], wanted)
