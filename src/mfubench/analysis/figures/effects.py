@@ -28,6 +28,7 @@ from mfubench.analysis.units import format_interval, format_signed_percent
 
 TITLE = "What each setting is worth"
 ROW = 0.46  # inches
+WIDEST = 2.0  # change shown at the most: intervals of noise go beyond
 MARKS = {"faster": "o", "slower": "s", "no difference": "D"}
 
 
@@ -38,7 +39,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
         return empty_figure(theme, TITLE, machine_label(found), reason)
     measured.sort(key=lambda effect: effect.difference.change if effect.difference else 0.0, reverse=True)
     basis = (
-        f"95 % intervals from {found.spread.processes} repeated processes of {found.spread.cases} cases"
+        f"95 % intervals from {found.spread.processes} processes of {found.spread.cases} repeated setting(s)"
         if found.spread
         else "95 % intervals of the steps within one process each: nothing was repeated, so differences between "
         "processes are not in them"
@@ -49,7 +50,9 @@ def draw(found: Findings, theme: Theme) -> Figure:
     draw_forest(axes, measured, found.expectations, theme)
     if found.spread:
         half = no_difference_band(found.spread)
+        left, right = axes.get_xlim()
         axes.axvspan(-half, half, color=theme.band, zorder=0)
+        axes.set_xlim(min(left, max(-1.0, -1.1 * half)), max(right, min(WIDEST, 1.1 * half)))
     handles = [
         Patch(facecolor=theme.band, label="no difference: two single processes differ by as much")
         if found.spread
@@ -84,6 +87,8 @@ def draw_forest(axes: Axes, effects: list[Effect], expectations: Expectations | 
     axes.set_yticks(range(len(effects)), [effect_label(effect) for effect in effects])
     axes.set_ylim(len(effects) - 0.4, -0.6)
     axes.margins(x=0.06)
+    left, right = axes.get_xlim()
+    axes.set_xlim(max(left, -1.0), min(right, WIDEST))
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
     axes.set_xlabel("change in rate (0 %: the setting does nothing)")
 

@@ -46,6 +46,8 @@ def draw(found: Findings, theme: Theme) -> Figure:
     for axes, (stage, rungs) in zip(panels, ladders.items(), strict=True):
         draw_ladder(axes, found, stage, rungs, theme)
     low, high = panels[0].get_ylim()  # shared by all panels
+    highest = max(judged.tokens_per_s_per_gpu.median for judged in shown if judged.tokens_per_s_per_gpu)
+    high = min(high, 1.8 * highest)  # the bars of noise go beyond
     room = max(high - low, 0.06 * high)
     panels[0].set_ylim(low - 0.3 * room, high + 0.25 * room)
     panels[0].set_ylabel(per_gpu(found))
@@ -72,7 +74,7 @@ def draw_ladder(axes: Axes, found: Findings, stage: str, rungs: list[str], theme
         axes.plot(position, median, "o", color=theme.series[0], markersize=8, zorder=4)
         repeats = repeats_of(found, name)
         axes.plot([position + 0.12] * len(repeats), repeats, ".", color=theme.muted, markersize=6, zorder=3)
-        top = interval.high if interval is not None else median
+        top = min(interval.high, 1.4 * median) if interval is not None else median
         axes.annotate(rate_label(judged), (position, top), xytext=(0, 9), textcoords="offset points",
                       ha="center", va="bottom", size=8.5, linespacing=1.3)  # fmt: skip
     axes.plot(range(len(rungs)), medians, color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
@@ -82,7 +84,7 @@ def draw_ladder(axes: Axes, found: Findings, stage: str, rungs: list[str], theme
                   va="bottom", size=8.5, color=theme.text, linespacing=1.35)  # fmt: skip
     axes.set_xticks(range(len(rungs)), [found.good[name].log.config.case for name in rungs])
     axes.set_xlim(-0.6, len(rungs) - 0.4)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_rate(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_rate(value) if value >= 0 else ""))
     world_size = found.good[rungs[-1]].log.config.world_size
     axes.set_title(f"{stage}, world size {world_size}", loc="left", color=theme.muted, weight="bold")
 

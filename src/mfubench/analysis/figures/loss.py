@@ -51,7 +51,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
     left.set_title("loss, nats per token", loc="left", color=theme.muted, weight="bold")
     left.legend(loc="upper right", bbox_to_anchor=(1.0, 0.94))
     right.set_yscale("log")
-    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     right.yaxis.set_minor_locator(NullLocator())
     right.set_title("gradient norm", loc="left", color=theme.muted, weight="bold")

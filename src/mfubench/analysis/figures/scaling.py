@@ -43,6 +43,8 @@ def draw(found: Findings, theme: Theme) -> Figure:
         color, marker = theme.series[position % len(theme.series)], MARKERS[position % len(MARKERS)]
         draw_efficiency(left, points, name, color, marker, nudge=1 + 0.02 * (position - (len(series) - 1) / 2))
         right.plot([p.world_size for p in points], [p.tokens_per_s for p in points], marker=marker, color=color)
+        right.annotate(format_count(points[-1].tokens_per_s), (points[-1].world_size, points[-1].tokens_per_s),
+                       xytext=(-6, 6), textcoords="offset points", ha="right", size=8.5)  # fmt: skip
         first = points[0]
         ideal = [first.tokens_per_s_per_gpu * size for size in (first.world_size, max(sizes))]
         right.plot([first.world_size, max(sizes)], ideal, color=color, linewidth=0.9, linestyle=(0, (2, 3)))
@@ -59,7 +61,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
     left.set_title(f"efficiency per {unit} (axis does not start at 0)", loc="left", color=theme.muted, weight="bold")
     left.legend(loc="lower left")
     right.set_yscale("log")
-    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     right.yaxis.set_minor_locator(NullLocator())
     right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
     right.set_title("tokens/s in all (dotted: ideal)", loc="left", color=theme.muted, weight="bold")

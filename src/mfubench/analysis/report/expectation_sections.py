@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from mfubench.analysis.contradictions import Contradiction, implied_mfu
+from mfubench.analysis.expectations import Expectations
 from mfubench.analysis.expected import Comparison
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report.blocks import Folded, Section, Table, Text
@@ -22,11 +23,6 @@ KINDS = {
 
 def expected_section(found: Findings) -> Section:
     section = Section("expected", "Expected against measured")
-    if found.expectations is None:
-        section.blocks.append(
-            Text("This study names no expectations (key `expectations:`), so nothing is compared here.")
-        )
-        return section
     primary = [row for row in found.comparisons if row.rank == "primary"]
     further = [row for row in found.comparisons if row.rank == "further"]
     counts = Counter(row.verdict for row in primary)
@@ -67,39 +63,36 @@ def comparison_row(row: Comparison) -> list[str]:
     return [f"`{row.case}`", expected, measured, verdict, short(row.expected_on), row.source]
 
 
-def contradictions_section(found: Findings) -> Section:
+def contradictions_section(found: Findings, expectations: Expectations) -> Section:
     section = Section("contradictions", "Where the expectations contradict themselves")
-    if found.expectations is None or not found.contradictions:
-        section.blocks.append(
-            Text("Nothing found." if found.expectations else "No expectations, so no contradictions.")
-        )
+    if not found.contradictions:
+        section.blocks.append(Text("Nothing found."))
         return section
     kinds = Counter(fault.kind for fault in found.contradictions)
     counted = ", ".join(f"**{count}** {KINDS[kind]}" for kind, count in kinds.items())
-    statements = f"{len(found.expectations.expectations)} statements about {found.expectations.model}"
+    statements = f"{len(expectations.expectations)} statements about {expectations.model}"
     section.blocks.append(
         Text(
             f"{statements} were checked by arithmetic alone: {counted}. Each rate is worth a certain MFU on the "
             "machine it is stated for; a rate that is not the MFU beside it cannot be met together with it."
         )
     )
-    section.blocks.append(implied_table(found, "primary"))
-    section.blocks.append(Folded("The same for the other documents", [implied_table(found, "further")]))
+    section.blocks.append(implied_table(expectations, "primary"))
+    section.blocks.append(Folded("The same for the other documents", [implied_table(expectations, "further")]))
     rest = [fault for fault in found.contradictions if fault.kind != "contradicts itself"]
     if rest:
         section.blocks.append(fault_table(rest))
     return section
 
 
-def implied_table(found: Findings, rank: str) -> Table:
+def implied_table(expectations: Expectations, rank: str) -> Table:
     """Every stated rate or duration beside the MFU that it stands for."""
-    assert found.expectations is not None
     rows = []
-    for item in found.expectations.expectations:
-        implied = implied_mfu(found.expectations, item)
+    for item in expectations.expectations:
+        implied = implied_mfu(expectations, item)
         if implied is None or item.rank != rank:
             continue
-        machine = found.expectations.machines[item.machine]
+        machine = expectations.machines[item.machine]
         stated = (
             format_quantity("tokens_per_s", item.tokens_per_s)
             if item.tokens_per_s is not None

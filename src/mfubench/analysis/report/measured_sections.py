@@ -42,7 +42,7 @@ def effects_section(found: Findings) -> Section:
         if is_noise(1 / (1 + band), 1 + band):
             told_apart = "differ so much that hardly any setting can be told from another"
         basis = (
-            f"{spread.processes} processes of {spread.cases} settings that ran more than once tell how much processes "
+            f"{spread.processes} processes of {spread.cases} setting(s) that ran more than once tell how processes "
             f"differ on this machine: {format_percent(spread.log_deviation, 2)}, the standard deviation of the median "
             f"rate. Two single processes {told_apart}; an interval is never "
             "narrower than the steps themselves allow (block bootstrap)."

@@ -42,10 +42,10 @@ from mfubench.run_log import write_json, write_text_atomically
 
 def sections_of(found: Findings) -> list[Section]:
     """The report from the answer to the small print."""
+    expectations = found.expectations
     return [
         answer_section(found),
-        expected_section(found),
-        contradictions_section(found),
+        *([expected_section(found), contradictions_section(found, expectations)] if expectations else []),
         effects_section(found),
         scaling_section(found),
         memory_section(found),
