@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -70,6 +71,7 @@ def measure(
         cards = measure_cards(arithmetics[0], seconds) if chosen.type == "cuda" else []
         telemetry = sampler.summarize([(started_s, time.time())])
     release_memory(chosen)
+    announce("collectives")
     collectives, skipped = measure_collectives(
         world_sizes, device_type(chosen), seconds if chosen.type == "cuda" else CPU_COLLECTIVE_S
     )
@@ -93,6 +95,11 @@ def measure(
         topology=describe_topology(),
         telemetry=telemetry,
     )
+
+
+def announce(what: str) -> None:
+    """For who waits: a measurement takes a minute or two."""
+    print(f"measuring {what}", file=sys.stderr, flush=True)
 
 
 def choose_device(device: str) -> torch.device:
@@ -143,8 +150,10 @@ def measure_all_matmuls(
 ) -> list[MatmulRate]:
     rates = []
     for arithmetic in arithmetics:
+        announce(f"a large matmul in {arithmetic}")
         rates += measure_matmuls(large_linear(device), arithmetic, device, seconds * LARGE_SHARES, ("forward",))
         for model in models:
+            announce(f"the matmuls of {model.name} in {arithmetic}")
             for linear in model_linears(model, rows):
                 rates += measure_matmuls(linear, arithmetic, device, seconds)
                 release_memory(device)
@@ -163,6 +172,7 @@ def measure_all_attention(
     name = next((dtype for dtype in dtypes if dtype != "float32"), dtypes[0])
     rates = []
     for model in models:
+        announce(f"attention of {model.name}")
         for backend in attention_backends_for(device):
             rates.append(measure_attention(model, backend, batch_size, seq_len, getattr(torch, name), device, seconds))
             release_memory(device)
