@@ -182,7 +182,7 @@ class MeasurementConfig(Strict):
     """Which steps count, and when a measurement run has seen enough."""
 
     preheat_s: float = Field(0.0, ge=0, description="run unmeasured steps for this long first, so that clocks settle")
-    warmup_steps: int = Field(3, ge=0, description="steps after compilation that are run and recorded, not judged")
+    warmup_steps: int = Field(3, ge=0, description="steps after the first one that are run and recorded, not judged")
     adaptive: bool = Field(False, description="stop before max_iters once the median is known well enough")
     min_steps: int = Field(20, ge=1, description="adaptive: measured steps at least")
     tolerance: float = Field(0.005, gt=0, lt=1, description="adaptive: half-width of the median's 95 % interval")

@@ -11,7 +11,12 @@ import typer
 def report(
     study: Annotated[Path, typer.Argument(help="Results folder of the study, results/<study>.")],
     partial: Annotated[bool, typer.Option("--partial", help="Show failed jobs too, with what failed and why.")] = False,
-    output: Annotated[Path | None, typer.Option(help="HTML file; default: report.html in the study's folder.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="HTML file; Markdown, summary.json and tables go beside it. Default: report.html in the study's folder."
+        ),
+    ] = None,
 ) -> None:
     """Write report.html, report.md, summary.json and the tables of STUDY from the results that exist."""
     from mfubench.analysis.report import write_report
