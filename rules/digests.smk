@@ -29,6 +29,7 @@ PREDICTION = (
     "predict.py",
     "calibration.py",
     "measured_runs.py",
+    "result_files.py",
     "step_model.py",
     "card_rates.py",
     "memory.py",
@@ -43,6 +44,8 @@ CEILINGS_CODE = code_digest(
 )
 SHARED_ANALYSIS = (
     "run_log.py",
+    "result_files.py",
+    "host_load.py",
     "flops.py",
     "hardware.py",
     "memory_search.py",
