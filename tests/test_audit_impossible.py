@@ -267,9 +267,9 @@ def test_runs_of_one_name_are_told_apart_by_their_path(tmp_path: Path, monkeypat
 
 
 def test_studies_are_not_held_against_each_other(tmp_path: Path) -> None:
-    for study, gpu in (("one", "NVIDIA H200"), ("two", "NVIDIA H100 80GB HBM3")):
-        log = make_run_log(name="tiers/tier1", gpu_name=gpu, step_time_s=1.5)
-        write_run_log(tmp_path / study / "runs" / "tiers" / "tier1.json", log)
+    for case, gpu in (("tier1", "NVIDIA H200"), ("tier2", "NVIDIA H100 80GB HBM3")):
+        log = make_run_log(name=f"tiers/{case}", gpu_name=gpu, step_time_s=1.5)
+        write_run_log(tmp_path / case / "runs" / "tiers" / f"{case}.json", log)
     assert [run.codes for run in audit_paths([tmp_path]).runs] == [[], []]
 
 
