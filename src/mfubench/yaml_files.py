@@ -34,7 +34,7 @@ def load_yaml(path: Path) -> Any:
     Raises ConfigError where the file cannot be read, is not UTF-8 or no YAML, or holds a key twice.
     """
     try:
-        return yaml.load(path.read_text(encoding="utf-8"), UniqueKeyLoader)  # noqa: S506: a SafeLoader
+        return UniqueKeyLoader(path.read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
