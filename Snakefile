@@ -58,7 +58,7 @@ rule all:
     default_target: True
     input:
         f"{RESULTS}/report.html",
-        f"{RESULTS}/audit.json",
+        f"{RESULTS}/audit.passed",
         stage_files("smoke", gate=True),
         trace_files(),
 
@@ -122,7 +122,7 @@ rule plans:
 rule analysis:
     input:
         f"{RESULTS}/report.html",
-        f"{RESULTS}/audit.json",
+        f"{RESULTS}/audit.passed",
 
 
 onstart:

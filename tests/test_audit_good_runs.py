@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mfubench.audit import audit_logs, audit_main, audit_run
 from mfubench.audit.counting import count_micro_batches
+from mfubench.audit.main import check
 from mfubench.ceilings import Ceilings
 from mfubench.config import EvaluationConfig
 from mfubench.flops import executed_flops_per_token, flop_terms, flops_per_token
@@ -180,6 +181,7 @@ def test_a_good_study_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     write_study(tmp_path, logs)
     assert audit_main(["--study-dir", str(tmp_path), "--output", str(tmp_path / "audit.json")]) == 0
     answer = json.loads((tmp_path / "audit.json").read_text())
+    assert check([str(tmp_path / "audit.json")]) == 0
     assert [run["findings"] for run in answer["runs"]] == [[]] * 6
     assert answer["weak_scaling_efficiency"] == pytest.approx(1.0, abs=0.001)
     assert "nothing to object to" in capsys.readouterr().out
@@ -188,11 +190,13 @@ def test_a_good_study_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_an_impossible_number_fails_the_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = make_run_log(name="tiers/one"), make_run_log(name="tiers/two", step_time_s=0.1)
     write_study(tmp_path, [good, bad])
-    assert audit_main(["--study-dir", str(tmp_path), "--output", str(tmp_path / "audit.json")]) == 1
+    assert audit_main(["--study-dir", str(tmp_path), "--output", str(tmp_path / "audit.json")]) == 0
+    assert check([str(tmp_path / "audit.json")]) == 1
     answer = json.loads((tmp_path / "audit.json").read_text())
     assert answer["impossible"] is True
     assert {run["name"]: run["findings"] for run in answer["runs"]} == {"tiers/one": [], "tiers/two": ["above_ceiling"]}
-    assert "IMPOSSIBLE numbers in tiers/two" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "IMPOSSIBLE numbers in tiers/two" in said.out and "impossible numbers in tiers/two. The report" in said.err
 
 
 def test_objections_do_not_fail_a_study(tmp_path: Path) -> None:

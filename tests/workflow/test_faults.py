@@ -143,6 +143,22 @@ def test_a_failed_smoke_test_closes_the_gate(story):
     assert (story.folder / gate).exists()
 
 
+def test_an_impossible_number_fails_the_study_and_leaves_report_and_audit(story):
+    run, verdict = story.folder / PLAIN, f"{RESULTS}/audit.passed"
+    kept = run.read_text()
+    log = json.loads(kept)
+    log["parameters"]["total"] *= 2
+    run.write_text(json.dumps(log))
+    output = story.snakemake(verdict, check=False)
+    assert "Error in rule check_audit" in output and "impossible numbers in baseline/plain" in output
+    assert not (story.folder / verdict).exists()
+    assert json.loads((story.folder / RESULTS / "audit.json").read_text())["impossible"] is True
+    assert (story.folder / RESULTS / "report.html").exists()
+    run.write_text(kept)
+    story.snakemake(verdict)
+    assert (story.folder / verdict).exists()
+
+
 def test_a_corrupt_machine_json_is_named_and_made_again(story):
     machine = story.folder / RESULTS / "machine.json"
     machine.write_text("{")

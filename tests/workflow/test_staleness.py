@@ -10,7 +10,7 @@ from mfubench.profiling.breakdown import break_down
 from mfubench.profiling.trace_file import read_trace
 from mfubench.run_log import read_run_log
 
-AGGREGATES = {"declare_study", "tabulate_runs", "write_report", "audit_study"}
+AGGREGATES = {"declare_study", "tabulate_runs", "write_report", "audit_study", "check_audit"}
 
 
 def rules_of(jobs):
@@ -97,7 +97,7 @@ def test_a_changed_plot_reruns_the_plot(project):
         stream.write("\nCHANGED = 1\n")
     rules = rules_of(project.stale())
     assert "plot_throughput" in rules
-    assert rules <= {"plot_throughput", "write_report", "audit_study"}
+    assert rules <= {"plot_throughput", "write_report", "audit_study", "check_audit"}
 
 
 @pytest.mark.parametrize("path", ["src/mfubench/flops.py", "src/mfubench/hardware.py", "config/hardware.yaml"])

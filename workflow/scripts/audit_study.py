@@ -1,4 +1,4 @@
-"""Judge all runs of a study; an impossible number is told, and fails."""
+"""Judge all runs of a study and write what was found."""
 
 import sys
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ from mfubench.run_log import write_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`--study-dir DIR --output FILE`: judge all runs of a study, write audit.json, print the verdict.
+    """`--study-dir DIR --output FILE`: judge all runs of a study, write audit.json, print it; 2 for bad input, else 0.
 
-    Returns 1 where a run has an impossible number (audit.json is written all the same), 2 for bad input, else 0.
+    Impossible numbers do not fail this step: what it writes must outlive them. `check` fails the study.
     """
     from mfubench.audit import audit_paths
 
@@ -33,4 +34,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     write_json(arguments.output, report.to_json())
     print(report.to_text())
-    return 1 if report.impossible else 0
+    return 0
+
+
+def check(argv: Sequence[str] | None = None) -> int:
+    """`FILE`: 1 where audit.json holds an impossible number, with the runs' names, else 0."""
+    parser = argparse.ArgumentParser(description="Fail where a study has an impossible number.")
+    parser.add_argument("audit", type=Path, help="audit.json")
+    path = parser.parse_args(argv).audit
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    impossible = [run["name"] for run in runs if any(finding["impossible"] for finding in run["details"])]
+    if impossible:
+        print(
+            f"error: impossible numbers in {', '.join(impossible)}. The report and {path} say which and why; mend the "
+            "cause and delete these runs' JSON files, then start again",
+            file=sys.stderr,
+        )
+    return 1 if impossible else 0

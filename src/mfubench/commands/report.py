@@ -14,7 +14,7 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="HTML file; Markdown, summary.json and tables go beside it. Default: report.html in the study's folder."
+            help="HTML file; Markdown, summary.json, tables go beside it. Default: report.html in the study's folder."
         ),
     ] = None,
 ) -> None:

@@ -8,6 +8,7 @@ from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report.blocks import Block, Card, Cards, Figure, Notice, Section, Table, Text
 from mfubench.analysis.units import format_gib, format_interval, format_percent, format_rate, format_signed_percent
+from mfubench.host_load import contention_of_run
 
 MOST_CANDIDATES = 8
 UNEVEN = 0.10  # quartiles of the step times this far apart, as a share of the median, are no steady state
@@ -18,6 +19,7 @@ def answer_section(found: Findings) -> Section:
     found_answers = answers(found)
     if not found_answers:
         blocks.append(Notice("No case beyond the smoke tests has been measured yet, so there is nothing to recommend."))
+    blocks += busy_machine(found)
     for answer in found_answers:
         if len(found_answers) > 1:
             blocks.append(Text(f"**{answer.model}**"))
@@ -25,6 +27,20 @@ def answer_section(found: Findings) -> Section:
     alt = "Bars: rate of every case by stage; points beside them: its MFU by the palm and the causal convention."
     blocks.append(Figure("throughput", alt, throughput.draw))
     return Section("answer", "Which settings to train with", blocks)
+
+
+def busy_machine(found: Findings) -> list[Block]:
+    """A warning where other processes held the cores that runs had use for."""
+    runs = {name: taken for name, judged in found.good.items() if (taken := contention_of_run(judged.log)) is not None}
+    if not runs:
+        return []
+    worst = max(runs, key=lambda name: runs[name].others)
+    return [
+        Notice(
+            f"The machine was busy with something else during {len(runs)} of {len(found.good)} runs. The worst, "
+            f"`{worst}`: {runs[worst]}. Measure again when nothing else runs here."
+        )
+    ]
 
 
 def answer_blocks(found: Findings, answer: Answer) -> list[Block]:
