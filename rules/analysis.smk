@@ -43,7 +43,7 @@ rule tabulate_runs:
         code=table_code() + PROFILE_CODE,
         facts=FACTS,
     shell:
-        "python {SCRIPTS:q}/tabulate_runs.py --study-dir $(dirname {input.study}) --output-dir $(dirname {output.runs}) 2>&1 | tee {log}"
+        'python "$MFUBENCH_SCRIPTS"/tabulate_runs.py --study-dir $(dirname {input.study}) --output-dir $(dirname {output.runs}) 2>&1 | tee {log}'
 
 
 rule plot_throughput:
@@ -69,7 +69,7 @@ rule plot_throughput:
         code=plot_code("throughput"),
         facts=FACTS,
     shell:
-        "python {SCRIPTS:q}/plot_{params.figure}.py --study-dir $(dirname {input.study}) --output {output} 2>&1 | tee {log}"
+        'python "$MFUBENCH_SCRIPTS"/plot_{params.figure}.py --study-dir $(dirname {input.study}) --output {output} 2>&1 | tee {log}'
 
 
 use rule plot_throughput as plot_ladder with:
@@ -228,7 +228,7 @@ rule write_report:
         templates=TEMPLATES,
         facts=FACTS,
     shell:
-        "python {SCRIPTS:q}/write_report.py --study-dir $(dirname {input.study}) --html {output.html}"
+        'python "$MFUBENCH_SCRIPTS"/write_report.py --study-dir $(dirname {input.study}) --html {output.html}'
         " --markdown {output.markdown} --summary {output.summary} 2>&1 | tee {log}"
 
 
@@ -253,7 +253,7 @@ rule audit_study:
         code=analysis_code("audit"),
         facts=FACTS,
     shell:
-        "python {SCRIPTS:q}/audit_study.py --study-dir $(dirname {input.study}) --output {output.audit} 2>&1 | tee {log}"
+        'python "$MFUBENCH_SCRIPTS"/audit_study.py --study-dir $(dirname {input.study}) --output {output.audit} 2>&1 | tee {log}'
 
 
 # The last rule: a number that cannot be fails the study, and the report and the audit stand.
@@ -269,4 +269,4 @@ rule check_audit:
     conda:
         "../envs/mfubench.yaml"
     shell:
-        "python {SCRIPTS:q}/check_audit.py {input.audit} 2>&1 | tee {log}"
+        'python "$MFUBENCH_SCRIPTS"/check_audit.py {input.audit} 2>&1 | tee {log}'

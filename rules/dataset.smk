@@ -17,5 +17,5 @@ rule prepare_dataset:
         tokenizer=tokenizer_folder_of_dataset,
         folder=f"{RESOURCES}/datasets/{{dataset}}",
     shell:
-        "python {SCRIPTS:q}/prepare_dataset.py --config {params.config:q}"
+        'python "$MFUBENCH_SCRIPTS"/prepare_dataset.py --config {params.config:q}'
         " --tokenizer {params.tokenizer} --output {params.folder} --workers {threads} 2>&1 | tee {log}"

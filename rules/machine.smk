@@ -11,7 +11,7 @@ rule record_machine:
     params:
         generation=MACHINE.generation,
     shell:
-        "python {SCRIPTS:q}/record_machine.py --output {output.machine} 2>&1 | tee {log}"
+        'python "$MFUBENCH_SCRIPTS"/record_machine.py --output {output.machine} 2>&1 | tee {log}'
 
 
 rule measure_ceilings:
@@ -34,6 +34,6 @@ rule measure_ceilings:
         generation=MACHINE.generation,
         lease=lease_options(largest_world_size() if MEASURES_GPUS else 0),
     shell:
-        "python {SCRIPTS:q}/lease_cards.py {params.lease} --"
-        " python {SCRIPTS:q}/measure_ceilings.py --request {params.request:q} --output {output.ceilings}"
+        'python "$MFUBENCH_SCRIPTS"/lease_cards.py {params.lease} --'
+        ' python "$MFUBENCH_SCRIPTS"/measure_ceilings.py --request {params.request:q} --output {output.ceilings}'
         " 2>&1 | tee {log}"

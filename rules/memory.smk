@@ -36,5 +36,5 @@ rule search_memory:
         generation=MACHINE.generation,
         options=search_options,
     shell:
-        "python {SCRIPTS:q}/search_memory.py --search {params.search:q} {params.options}"
+        'python "$MFUBENCH_SCRIPTS"/search_memory.py --search {params.search:q} {params.options}'
         " --machine {input.machine} --output {output.limit} 2>&1 | tee {log}"

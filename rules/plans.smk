@@ -27,5 +27,5 @@ rule plan_models:
         code=PLANNER_CODE,
         facts=FACTS,
     shell:
-        "python {SCRIPTS:q}/plan_models.py --plan {params.plan:q} --output {output.plan} --table {output.table}"
+        'python "$MFUBENCH_SCRIPTS"/plan_models.py --plan {params.plan:q} --output {output.plan} --table {output.table}'
         " --isoflops {output.isoflops} --loss-surface {output.loss_surface} 2>&1 | tee {log}"

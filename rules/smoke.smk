@@ -19,7 +19,7 @@ rule run_smoke:
         generation=MACHINE.generation,
         options=run_options("smoke"),
     shell:
-        "python {SCRIPTS:q}/train_model.py --config {params.config:q} {params.options}"
+        'python "$MFUBENCH_SCRIPTS"/train_model.py --config {params.config:q} {params.options}'
         " --machine {input.machine} --output {output.run} 2>&1 | tee {log}"
 
 
@@ -37,4 +37,4 @@ rule check_smoke:
     params:
         code=code_digest([SOURCE / "smoke.py"]),
     shell:
-        "python {SCRIPTS:q}/check_smoke.py {input.run} 2>&1 | tee {log}"
+        'python "$MFUBENCH_SCRIPTS"/check_smoke.py {input.run} 2>&1 | tee {log}'

@@ -27,6 +27,7 @@ from mfubench.yaml_files import load_yaml
 shell.prefix(
     "set -euo pipefail; "
     f"export PYTHONPATH={quote(str(ROOT / 'src'))}${{{{PYTHONPATH:+:$PYTHONPATH}}}}; "
+    f"export MFUBENCH_SCRIPTS={quote(str(SCRIPTS))}; "
 )
 
 MACHINE_SECTION = (

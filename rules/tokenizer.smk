@@ -14,5 +14,5 @@ rule get_tokenizer:
         code=TOKENIZER_CODE,
         folder=f"{RESOURCES}/tokenizers/{{tokenizer}}",
     shell:
-        "python {SCRIPTS:q}/get_tokenizer.py --config {params.config:q}"
+        'python "$MFUBENCH_SCRIPTS"/get_tokenizer.py --config {params.config:q}'
         " --output {params.folder} 2>&1 | tee {log}"

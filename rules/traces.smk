@@ -12,5 +12,5 @@ rule keep_trace:
     params:
         work=work_of_run,
     shell:
-        "python {SCRIPTS:q}/keep_trace.py --run {input.run} --work {params.work} --output {output.trace}"
+        'python "$MFUBENCH_SCRIPTS"/keep_trace.py --run {input.run} --work {params.work} --output {output.trace}'
         " 2>&1 | tee {log}"

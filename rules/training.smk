@@ -37,5 +37,5 @@ rule export_model:
             [SOURCE / "model" / "hf.py", SOURCE / "model" / "checkpoints.py"]
         ),
     shell:
-        "python {SCRIPTS:q}/export_model.py --work {params.work} --tokenizer $(dirname {input.tokenizer})"
+        'python "$MFUBENCH_SCRIPTS"/export_model.py --work {params.work} --tokenizer $(dirname {input.tokenizer})'
         " --output $(dirname {output.config}) 2>&1 | tee {log}"

@@ -214,20 +214,20 @@ def peak_for_run(log: RunLog, ceilings: Ceilings | None) -> Peak:
 
 
 def measured_cpu_peak(dtype: str, threads: int, ceilings: Ceilings | None, name: str) -> Peak:
-    """A CPU's peak for one rank: the large square matmul, measured with the rank's number of threads."""
+    """A CPU's peak for one rank: its fastest measured matmul, of whatever shape (a large one leaves the cache)."""
     arithmetic = ARITHMETIC.get(dtype, dtype)
     if ceilings is None:
         raise ConfigError(
             f"{name}: ran on a CPU, which has no datasheet row; its peak is measured. "
             "Measure the machine's ceilings first and pass them."
         )
-    rate = ceilings.large_matmul_tflops(arithmetic)
+    rate = ceilings.fastest_matmul_tflops(arithmetic)
     if rate is None or ceilings.device != "cpu":
         raise ConfigError(
             f"{name}: the ceilings hold no {arithmetic} matmul of a CPU (measured: {ceilings.measured_dtypes()} "
             f"on {ceilings.device}); measure them again for this dtype"
         )
-    source = f"matmul measured on {ceilings.host}, {ceilings.threads} threads"
+    source = f"fastest matmul measured on {ceilings.host}, {ceilings.threads} threads"
     if threads != ceilings.threads:
         rate *= threads / ceilings.threads
         source += f", scaled to the {threads} of a rank"

@@ -228,6 +228,19 @@ class RunLog(Record):
             raise ValueError("the configuration's sizes multiply to more than 64 bits hold")
         return self
 
+    def fallbacks(self) -> dict[str, str]:
+        """Settings that ran as something else than was asked for, each as "asked → used: reason".
+
+        Not those that make no difference here: TF32 on a CPU, the parallelism of one process.
+        """
+        idle = {"tf32"} if self.environment.device == "cpu" else set()
+        idle |= {"parallelism"} if self.config.world_size == 1 else set()
+        return {
+            key: f"{choice.requested} → {choice.used}: {choice.reason or 'no reason recorded'}"
+            for key, choice in self.used.items()
+            if choice.used != choice.requested and choice.requested != "auto" and key not in idle
+        }
+
     def measured_steps(self) -> list[Step]:
         """The steps that count: after compilation, preheat and warm-up."""
         return [step for step in self.steps if step.phase == "measured"]

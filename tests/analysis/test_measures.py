@@ -5,7 +5,7 @@ import pytest
 from analysis.example_study import write_ceilings
 from factories import make_run_log
 
-from mfubench.analysis.measures import fallbacks, final_loss, measure
+from mfubench.analysis.measures import final_loss, measure
 from mfubench.ceilings import read_ceilings
 from mfubench.run_log import Choice
 
@@ -71,7 +71,7 @@ def test_a_skipped_run_says_nothing_and_breaks_nothing():
     empty = {"steps": [], "rank_step_times_s": [], "memory": [], "parameters": None, "flop_terms": None}
     judged = measure(make_run_log(status="skipped", reason="no CUDA graphs here", wall=None, **empty), None)
     assert (judged.peak, judged.peak_problem, judged.peak_memory_gib, judged.capacity_gib) == (None, None, None, None)
-    assert fallbacks(judged.log) == {}
+    assert judged.log.fallbacks() == {}
 
 
 def test_outliers_are_counted():
@@ -102,4 +102,4 @@ def test_fallbacks_name_what_ran_and_why():
     log = make_run_log()
     log.used["attention"] = Choice(requested="fa2", used="sdpa", reason="flash-attn is not installed")
     log.used["loss"] = Choice(requested="auto", used="chunked")
-    assert fallbacks(log) == {"attention": "fa2 → sdpa: flash-attn is not installed"}
+    assert log.fallbacks() == {"attention": "fa2 → sdpa: flash-attn is not installed"}

@@ -173,12 +173,3 @@ def stability_of(log: RunLog) -> Stability | None:
         slowest=max(seconds) / times.median,
         rank_skew=max(ranks) / min(ranks) - 1 if len(ranks) > 1 and min(ranks) > 0 else None,
     )
-
-
-def fallbacks(log: RunLog) -> dict[str, str]:
-    """Settings that ran otherwise than asked, each as "asked -> used: reason"."""
-    return {
-        key: f"{choice.requested} → {choice.used}: {choice.reason or 'no reason recorded'}"
-        for key, choice in log.used.items()
-        if choice.used != choice.requested and choice.requested != "auto"
-    }

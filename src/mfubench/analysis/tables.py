@@ -11,7 +11,7 @@ import pandas as pd
 
 from mfubench.analysis.effects import Effect
 from mfubench.analysis.expected import Comparison
-from mfubench.analysis.measures import Measures, fallbacks
+from mfubench.analysis.measures import Measures
 from mfubench.analysis.profiles import Profiled
 from mfubench.analysis.scaling import ScalingPoint
 from mfubench.analysis.statistics import Quartiles
@@ -67,7 +67,7 @@ def run_row(name: str, judged: Measures) -> dict[str, Any]:
     row["peak_allocated_gib"] = judged.peak_allocated_gib
     row["capacity_gib"] = judged.capacity_gib
     row["final_loss"] = judged.final_loss
-    row["fallbacks"] = "; ".join(f"{key}: {note}" for key, note in fallbacks(log).items())
+    row["fallbacks"] = "; ".join(f"{key}: {note}" for key, note in log.fallbacks().items())
     row["stopped_early"] = log.stopped_early
     row["reason"] = log.reason
     return row

@@ -42,7 +42,7 @@ def check_measured_ceiling(log: RunLog, executed: float, palm: float, peak: Peak
     else:
         confidence = 0.4
     sentence = (
-        f"{above} of {len(measured)} measured steps are above 100 % ({convention}) of the large matmul on this CPU, "
+        f"{above} of {len(measured)} measured steps are above 100 % ({convention}) of the best matmul on this CPU, "
         f"{peak.tflops:.4g} TFLOP/s ({peak.source}): the median at {counted / median_s / peak.tflops:.0%} "
         f"({median:.0%} by what is executed), step {fastest.step} of {fastest.step_time_s:.4g} s at "
         f"{counted / fastest.step_time_s / peak.tflops:.0%} ({highest:.0%}); "

@@ -113,12 +113,12 @@ class Ceilings(Record):
         return sorted({rate.arithmetic for rate in self.matmuls if rate.model is None})
 
     def large_matmul_tflops(self, arithmetic: str) -> float | None:
-        """Sustained rate of the large square matmul: the denominator of MAMFU, and a CPU's peak."""
+        """Sustained rate of the large square matmul: the denominator of MAMFU."""
         rates = [rate.tflops for rate in self.matmuls if rate.model is None and rate.arithmetic == arithmetic]
         return max(rates, default=None)
 
     def fastest_matmul_tflops(self, arithmetic: str) -> float | None:
-        """The best sustained rate of any shape and product: what no training can beat."""
+        """The best sustained rate of any shape and product: a CPU's peak, and what no training can beat."""
         return max((rate.tflops for rate in self.matmuls if rate.arithmetic == arithmetic), default=None)
 
     def model_matmul_tflops(self, model: str, arithmetic: str) -> float | None:

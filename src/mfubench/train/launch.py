@@ -19,7 +19,7 @@ from mfubench.ceilings import read_ceilings
 from mfubench.config import ConfigError, RunConfig
 from mfubench.hardware import measured_cpu_peak, peak_for
 from mfubench.machine import describe_cards
-from mfubench.run_log import RunLog, read_run_log, read_steps, write_json, write_run_log
+from mfubench.run_log import read_run_log, read_steps, write_json, write_run_log
 from mfubench.slurm import STEP
 from mfubench.stop_signals import on_stop
 from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
@@ -120,8 +120,8 @@ def conclude(paths: Paths) -> int:
     if paths.output.exists():
         log = read_run_log(paths.output)
         print(f"{log.name}: {log.status}{f' ({log.reason})' if log.reason else ''}", file=sys.stderr)
-        for line in fallbacks(log):
-            print(f"  {line}", file=sys.stderr)
+        for setting, note in log.fallbacks().items():
+            print(f"  {setting}: {note}", file=sys.stderr)
         return 0
     if paths.stopped.exists():
         print(
@@ -140,17 +140,6 @@ def conclude(paths: Paths) -> int:
         return 0
     record_failure(paths, failures)
     return 1
-
-
-def fallbacks(log: RunLog) -> list[str]:
-    """Settings that ran as something else than was asked for, but for those that make no difference here."""
-    idle = {"tf32"} if log.environment.device == "cpu" else set()
-    idle |= {"parallelism"} if log.config.world_size == 1 else set()
-    return [
-        f"{setting}: {choice.used} ran instead of {choice.requested} ({choice.reason})"
-        for setting, choice in log.used.items()
-        if choice.used != choice.requested and choice.requested != "auto" and setting not in idle
-    ]
 
 
 def record_failure(paths: Paths, failures: list[Failure]) -> None:

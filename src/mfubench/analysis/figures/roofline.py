@@ -74,7 +74,7 @@ def roofs_of(
         row = find_gpu(log.environment.gpus[0].name)  # the peak is from this row
         roofs.append(("datasheet", peak.tflops, row.bandwidth_gb_s, "-", theme.muted))
     if ceilings is not None and ceilings.copy_rate is not None and ceilings.device == log.environment.device:
-        rate = ceilings.large_matmul_tflops(matmul_arithmetic(log))
+        rate = ceilings.fastest_matmul_tflops(matmul_arithmetic(log))
         if rate is not None:
             roofs.append(("measured", rate, ceilings.copy_rate.gb_s, (0, (4, 2)), theme.text))
     return roofs

@@ -30,13 +30,13 @@ CONVENTIONS = {"palm": ("o", "palm: 6N + 12LHQT"), "causal": ("|", "causal: what
 
 
 def draw(found: Findings, theme: Theme) -> Figure:
-    shown = {name: judged for name, judged in found.measures.items() if judged.log.config.stage != "smoke"}
+    shown = {name: judged for name, judged in found.measures.items() if is_measurement(judged)}
     good = [judged for name, judged in shown.items() if name in found.good]
     if not good:
         return empty_figure(theme, TITLE, machine_label(found), "no case beyond the smoke test has measured steps yet")
     subtitle = (
         f"{machine_label(found)} · median of the measured steps ({step_count(good)}), whiskers: quartiles · "
-        f"MFU of {peak_label(good)}; smoke tests left out"
+        f"MFU of {peak_label(good)}; smoke tests and evaluations left out"
     )
     positions, labels, stages = rows_of(shown)
     figure = titled_figure(theme, TITLE, subtitle, 0.9 + ROW * (max(positions.values()) + 1))
@@ -49,6 +49,10 @@ def draw(found: Findings, theme: Theme) -> Figure:
         left.text(-0.012, position, stage, transform=left.get_yaxis_transform(), ha="right", va="center",
                   size=8.5, weight="bold", color=theme.muted)  # fmt: skip
     return figure
+
+
+def is_measurement(judged: Measures) -> bool:
+    return judged.log.config.stage != "smoke" and not judged.log.config.evaluation.only
 
 
 def rows_of(shown: dict[str, Measures]) -> tuple[dict[str, float], list[str], dict[str, float]]:

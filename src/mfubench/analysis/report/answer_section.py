@@ -7,7 +7,15 @@ from mfubench.analysis.figures import throughput
 from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report.blocks import Block, Card, Cards, Figure, Notice, Section, Table, Text
-from mfubench.analysis.units import format_gib, format_interval, format_percent, format_rate, format_signed_percent
+from mfubench.analysis.units import (
+    TOO_NOISY,
+    format_gib,
+    format_interval,
+    format_percent,
+    format_rate,
+    format_signed_percent,
+    is_noise,
+)
 from mfubench.host_load import contention_of_run
 
 MOST_CANDIDATES = 8
@@ -123,8 +131,11 @@ def candidate_row(candidate: Candidate) -> list[str]:
     against = "–"
     if candidate.against_fastest is not None:
         change = candidate.against_fastest
-        shown = format_signed_percent(change.change) if change.is_difference else "no difference"
-        against = f"{shown} ({format_interval(change.interval)})"
+        against = "no difference"
+        if change.is_difference:
+            against = f"{format_signed_percent(change.change)} ({format_interval(change.interval)})"
+        elif is_noise(1 + change.interval.low, 1 + change.interval.high):
+            against = TOO_NOISY
     return [
         f"`{candidate.case}`",
         format_rate(candidate.tokens_per_s),

@@ -6,7 +6,7 @@ from mfubench.analysis.answer import answers
 from mfubench.analysis.extrapolation import Extrapolation, extrapolate
 from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.measures import LOSS_STEPS, fallbacks
+from mfubench.analysis.measures import LOSS_STEPS
 from mfubench.analysis.report.blocks import Block, Folded, Notice, Section, Table, Text
 from mfubench.analysis.statistics import Quartiles
 from mfubench.analysis.units import (
@@ -73,7 +73,7 @@ def left_out_section(found: Findings) -> Section:
         [f"`{name}`", setting, note]
         for name, log in study.runs.items()
         if log.status == "ok"
-        for setting, note in fallbacks(log).items()
+        for setting, note in log.fallbacks().items()
     ]
     blocks: list[Block] = []
     if left_out:
