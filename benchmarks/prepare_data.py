@@ -21,12 +21,14 @@ import argparse
 import json
 import multiprocessing
 import os
+import platform
 import random
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from mfubench.data.config import LocalDataset
 from mfubench.data.encoder import load_encoder
 from mfubench.data.meta import TokenizerMeta, read_meta
 from mfubench.data.prepare import prepare_dataset
+from mfubench.machine import cpu_name
 
 PROCESSES = 2
 FULL_BYTES, QUICK_BYTES = 220 * 10**6, 20 * 10**6
@@ -224,7 +227,20 @@ def main() -> None:
             if not arguments.json:
                 print_row(rows[-1])
         if arguments.json:
-            print(json.dumps({"text_bytes": text.stat().st_size, "processes": PROCESSES, "results": rows}, indent=2))
+            measured = {"text_bytes": text.stat().st_size, "processes": PROCESSES, "results": rows}
+            print(json.dumps(describe_machine() | measured, indent=2))
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the figures belong to."""
+    packages = ("tiktoken", "tokenizers", "transformers", "datasets", "numpy")
+    return {
+        "command": " ".join(["python", "benchmarks/prepare_data.py", *sys.argv[1:]]),
+        "processor": cpu_name(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in packages},
+    }
 
 
 def print_row(row: dict[str, Any]) -> None:
