@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import yaml
 from pydantic import Field
 
 from mfubench.ceilings import Ceilings
@@ -17,6 +16,7 @@ from mfubench.ceilings.schema import AttentionRate, MatmulRate
 from mfubench.config import ConfigError, RunConfig, Strict, parse
 from mfubench.hardware import HardwareRow, find_gpu, peak_for
 from mfubench.presets import CONFIG_DIR
+from mfubench.yaml_files import load_yaml
 
 # Rows and columns of output tiles, and the rate of each kind over the largest's.
 TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.80), (64, 64, 0.60))
@@ -56,13 +56,7 @@ class Beliefs(Strict):
 
 @functools.cache
 def read_beliefs(path: Path) -> Beliefs:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is no valid YAML ({error})") from None
-    return parse(Beliefs, values, path.name)
+    return parse(Beliefs, load_yaml(path), path.name)
 
 
 def load_beliefs() -> Beliefs:

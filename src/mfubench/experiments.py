@@ -183,9 +183,9 @@ def expand_study(values: dict[str, Any], source: str, gpus_per_node: int) -> Stu
 def warn_of_cpu(study: Study) -> str | None:
     """What to think of before a study that was made for GPUs is run on a machine without one; None for a small one."""
     large = [
-        (count_parameters(run.model).total, run.model.name)
+        (parameters, run.model.name)
         for run in study.runs.values()
-        if run.device != "cpu" and count_parameters(run.model).total >= LARGE_ON_A_CPU
+        if run.device != "cpu" and (parameters := count_parameters(run.model).total) >= LARGE_ON_A_CPU
     ]
     if not large:
         return None

@@ -38,8 +38,9 @@ def find_limit(
             too_large = micro_batch_size
             break
         largest = micro_batch_size
+    expected = predicted() if too_large is not None else None
     while search.bisect and too_large is not None and too_large - largest > 1:
-        chosen = choose_between(largest, too_large, predicted())
+        chosen = choose_between(largest, too_large, expected)
         trials.append(try_micro_batch(chosen))
         if trials[-1]["status"] == "ok":
             largest = chosen

@@ -88,11 +88,14 @@ def describe_design(design: Design) -> dict[str, Any]:
 
 def describe_plan(plan: PlanConfig, designs: Sequence[Design], prices: Sequence[Any]) -> dict[str, Any]:
     """A plan and its designs, with their price where a machine was named, as JSON."""
-    rows = [
+    return {"plan": plan.model_dump(mode="json"), "designs": describe_designs(designs, prices)}
+
+
+def describe_designs(designs: Sequence[Design], prices: Sequence[Any]) -> list[dict[str, Any]]:
+    return [
         describe_design(design) | ({"price": asdict(prices[position])} if prices else {})
         for position, design in enumerate(designs)
     ]
-    return {"plan": plan.model_dump(mode="json"), "designs": rows}
 
 
 def format_designs(plan: PlanConfig, designs: Sequence[Design], prices: Sequence[Any]) -> str:
@@ -102,6 +105,17 @@ def format_designs(plan: PlanConfig, designs: Sequence[Design], prices: Sequence
         f"{'layers':>6} {'hidden':>6} {'heads/kv/dim':>13} {'mlp':>6} {'N':>8} {'D':>8} {'D/N':>6} {'loss':>8}"
         + (f" {'MFU':>6} {'hours':>7} {'MWh':>6} {'money':>9}" if prices else ""),
     ]
+    lines += design_lines(designs, prices)
+    if prices:
+        first = prices[0]
+        error = f" Hours, MWh and money ± {100 * first.error_fraction:.0f} %." if first.error_fraction else ""
+        lines.append(f"{first.gpus} x {first.gpu}; MFU (palm, of the dense peak) {first.mfu_source}{error}")
+    return "\n".join(lines)
+
+
+def design_lines(designs: Sequence[Design], prices: Sequence[Any]) -> list[str]:
+    """A line each, in the columns of `format_designs`."""
+    lines = []
     for position, design in enumerate(designs):
         model = design.model
         heads = f"{model.num_attention_heads}/{model.num_key_value_heads}/{model.head_dim}"
@@ -115,11 +129,7 @@ def format_designs(plan: PlanConfig, designs: Sequence[Design], prices: Sequence
             money = "-" if price.money is None else f"{price.money:,.0f}"
             line += f" {100 * price.mfu:>5.1f}% {price.hours:>7.1f} {price.energy_kwh / 1000:>6.2f} {money:>9}"
         lines.append(line)
-    if prices:
-        first = prices[0]
-        error = f" Hours, MWh and money ± {100 * first.error_fraction:.0f} %." if first.error_fraction else ""
-        lines.append(f"{first.gpus} x {first.gpu}; MFU (palm, of the dense peak) {first.mfu_source}{error}")
-    return "\n".join(lines)
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,11 +163,10 @@ def run_plan(request: PlanRequest, files: argparse.Namespace) -> str:
     compared_prices = [machine.price(design) for design in compared] if machine else []
     table = format_designs(plan, designs, prices)
     if compared:
-        given = "\n".join(format_designs(plan, compared, compared_prices).splitlines()[2 : 2 + len(compared)])
+        given = "\n".join(design_lines(compared, compared_prices))
         table += f"\nfor comparison: {', '.join(request.compare)}\n{given}"
     draw_plan(plan, compared, files.isoflops, files.loss_surface, dark=False)
     write_text_atomically(files.table, table + "\n")
-    compared_rows = describe_plan(plan, compared, compared_prices)["designs"]
-    rows = dict(zip(request.compare, compared_rows, strict=True))
+    rows = dict(zip(request.compare, describe_designs(compared, compared_prices), strict=True))
     write_json(files.output, describe_plan(plan, designs, prices) | {"compared": rows})
     return table

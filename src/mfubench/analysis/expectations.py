@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
 from mfubench.config import ConfigError, Strict, parse
 from mfubench.presets import CONFIG_DIR
+from mfubench.yaml_files import load_yaml
 
 Quantity = Literal["mfu", "tokens_per_s", "memory_gb", "loss", "hours", "parameters"]
 QUANTITIES: tuple[Quantity, ...] = ("mfu", "tokens_per_s", "memory_gb", "loss", "hours", "parameters")
@@ -120,9 +120,5 @@ def load_expectations(name: str, folder: Path = CONFIG_DIR / "expectations") -> 
     if not path.exists():
         known = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
         raise ConfigError(f"expectations: found {name!r}, but there is no {path}; there are: {known}")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is no valid YAML ({error})") from None
-    expectations: Expectations = parse(Expectations, values, str(path))
+    expectations: Expectations = parse(Expectations, load_yaml(path), str(path))
     return expectations

@@ -118,10 +118,15 @@ def try_fused(
     try:
         difference = largest_difference(kind, fused, model, device, dtype)
     except Exception as error:
-        return None, f"does not run on this device ({type(error).__name__}: {str(error).strip()[:200]})"
+        return None, not_running(error)
     if not difference <= TOLERANCE[dtype]:
         return None, f"gives wrong results here (off by {difference:.2g} of the largest value)"
     return fused, None
+
+
+def not_running(error: Exception) -> str:
+    """Why a kernel is not used whose try on the device ended so."""
+    return f"does not run on this device ({type(error).__name__}: {str(error).strip()[:200]})"
 
 
 def not_in(model: ModelConfig, kind: str) -> str | None:

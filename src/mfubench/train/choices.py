@@ -13,7 +13,7 @@ from torch.utils._triton import has_triton
 from mfubench.config import OptimizerConfig, RunConfig
 from mfubench.model import resolve_attention, resolve_loss
 from mfubench.model.decoder import DTYPES
-from mfubench.model.operations import Operations, resolve_operations
+from mfubench.model.operations import Operations, not_running, resolve_operations
 from mfubench.model.weight_gradient import add_product
 from mfubench.run_log import Choice
 from mfubench.train.parallel import Piece
@@ -223,7 +223,7 @@ def failure_of(attempt: Callable[[], bool]) -> str | None:
     try:
         return None if attempt() else "gives wrong results here"
     except Exception as error:
-        return f"does not run on this device ({type(error).__name__}: {str(error).strip()[:200]})"
+        return not_running(error)
 
 
 def try_accumulating(device: torch.device, dtype: torch.dtype) -> bool:
