@@ -267,7 +267,9 @@ def test_compiled_and_captured(device: str, name: str) -> None:
 
     def step(forward: Callable) -> list[Tensor]:
         outputs = forward(hidden, update, cos, sin)
-        return [*outputs, *torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])]
+        gradients = torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])
+        # a graph that lives on keeps the leaves' nodes, and with them the stream that no capture may wait for
+        return [*(y.detach() for y in outputs), *gradients]
 
     eager = step(block.forward)
     compiled = torch.compile(block.forward, dynamic=False)

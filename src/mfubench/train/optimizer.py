@@ -98,6 +98,12 @@ class Optimizer:
             torch._amp_update_scale_(self.scale, self.growth_tracker, found_inf, GROWTH, BACKOFF, GROWTH_INTERVAL)
         return grad_norm
 
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Load the kernels of the update, changing nothing: a capture must not be what compiles and loads them."""
+        if self.rounds:
+            self.update_fused(self.engine.gradients(), torch.ones_like(self.clip), found_inf=torch.ones_like(self.clip))
+
     def update(self, gradients: list[Tensor], divisor: Tensor, found_inf: Tensor | None) -> None:
         """torch's fused AdamW; it leaves the gradients divided."""
         # where torch.amp.GradScaler leaves them for a fused optimizer

@@ -53,6 +53,7 @@ class GraphedStep:
         self.inputs, self.labels = inputs.clone(), labels.clone()
         for _ in range(2):  # everything lazy must have happened: cuBLAS workspaces, NCCL channels, autotuning
             step.forward_backward(self.inputs, self.labels)
+        step.optimizer.warm_up()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         self.graph = torch.cuda.CUDAGraph()

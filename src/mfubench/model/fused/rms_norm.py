@@ -20,7 +20,7 @@ from torch import Tensor
 from mfubench.model.fused.launch import persistent_programs
 
 WARPS = 8  # a row of 2304 is held in registers, padded to 4096: 16 elements a thread
-PER_MULTIPROCESSOR = 4
+PER_MULTIPROCESSOR, STAGES = 8, 1  # programs of the backward pass, and rows that each has on their way
 
 
 @triton.jit
@@ -52,13 +52,14 @@ def rms_norm_backward_kernel(
     rows,
     width,
     HAS_GRAD_TOTAL: tl.constexpr,
+    STAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     grad_weight = tl.zeros((BLOCK,), dtype=tl.float32)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
         offsets = tl.cast(row, tl.int64) * width + columns
         inverse = tl.load(inverse_rms + row)
         unit = tl.load(total + offsets, mask=inside, other=0.0).to(tl.float32) * inverse
@@ -112,6 +113,7 @@ def add_rms_norm_backward(
         rows,
         width,
         HAS_GRAD_TOTAL=grad_total is not None,
+        STAGES=STAGES,
         BLOCK=triton.next_power_of_2(width),
         num_warps=WARPS,
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 from mfubench.model.fused.launch import persistent_programs
 
 WARPS = 8  # a token of 54 heads, padded to 64, by 128: 32 elements a thread
-PER_MULTIPROCESSOR = 8
+BACKWARD_WARPS, PER_MULTIPROCESSOR, STAGES = 4, 4, 1
 
 
 @triton.jit
@@ -148,6 +148,7 @@ def rope_backward_kernel(
     value_token_stride,
     value_head_stride,
     NORM: tl.constexpr,
+    STAGES: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
@@ -158,7 +159,7 @@ def rope_backward_kernel(
     grad_first_weight = tl.zeros((HEADS, PAIRS), dtype=tl.float32)
     grad_second_weight = tl.zeros((HEADS, PAIRS), dtype=tl.float32)
 
-    for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
+    for token in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
         batch, position = tl.cast(token // positions, tl.int64), tl.cast(token % positions, tl.int64)
         offset = batch * query_batch_stride + position * query_token_stride
         first, second = load_halves(grad_query, offset, query_head_stride, heads, pairs, half, inside & is_query)
@@ -290,9 +291,10 @@ def split_rotated_backward(
         head_dim // 2,
         *(stride for x in grads for stride in x.stride()[:3]),
         NORM=qkv is not None,
+        STAGES=STAGES,
         HEADS=triton.next_power_of_2(all_heads),
         PAIRS=triton.next_power_of_2(head_dim // 2),
-        num_warps=WARPS,
+        num_warps=BACKWARD_WARPS,
     )
     return grad_qkv, partial_sums.sum(dim=0)
 
