@@ -13,12 +13,16 @@ from triton_devices import CUDA, DEVICES, INTERPRETED, needs_cuda, run_interpret
 
 from mfubench.config import KernelsConfig, ModelConfig
 from mfubench.model import build_model
+from mfubench.model.attention import resolve_attention
+from mfubench.model.attention_kernels import PACKED, PackedKernels, eager, split_packed
 from mfubench.model.components import rope_tables
 from mfubench.model.operations import (
     LOADERS,
     PLAIN,
     Operations,
+    join_rope_and_attention,
     largest_difference,
+    load_rotated_attention,
     load_swiglu_linear,
     resolve_operations,
 )
@@ -157,6 +161,77 @@ def test_split_rotated(
 
     shapes = [(2, 5, (queries + 2 * keys) * head_dim), *([(head_dim,), (head_dim,)] if norm else [])]
     compare(split, "rope", draw(device, dtype, *shapes), in_place=in_place)
+
+
+def eager_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return eager(q, k, v), q.new_zeros(0)
+
+
+def eager_backward(grad: Tensor, qkv: Tensor, out: Tensor, _: Tensor, query_heads: int, key_heads: int) -> Tensor:
+    with torch.enable_grad():
+        leaf = qkv.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(eager(*split_packed(leaf, query_heads, key_heads)), leaf, grad)
+    return gradient
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(3, 3, 10), (4, 1, 8)])
+def test_rope_and_attention_as_one(
+    device: str, queries: int, keys: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKED, "eager", PackedKernels(eager_forward, eager_backward))
+    joined = load_rotated_attention("eager")
+    tables = rope_tables(5, head_dim, 10_000.0, torch.device(device))
+
+    def attend(operations: Operations, qkv: Tensor) -> tuple[Tensor, ...]:
+        if operations.rotated_attention is not None:
+            return (joined(qkv, *tables, queries, keys),)
+        return (eager(*PLAIN.split_heads(qkv, *tables, None, None, 0.0, queries, keys)),)
+
+    (qkv,) = draw(device, torch.float32, (2, 5, (queries + 2 * keys) * head_dim))
+    found = outputs_and_gradients(attend, replace(PLAIN, rotated_attention=joined), [qkv], ())
+    expected = outputs_and_gradients(attend, PLAIN, [qkv], ())
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", ["llama2-1.36b", "llama3-1.5b"])
+def test_rope_and_fa4_as_one_are_chosen_and_compile(name: str) -> None:
+    pytest.importorskip("flash_attn.cute.interface", reason="needs flash-attn-4")
+    config = run_config(production_model(name), dtype="bfloat16", seq_len=256, attention="fa4")
+    torch.manual_seed(0)
+    results = []
+    for joins in (True, False):
+        operations, _ = resolve_operations(
+            KernelsConfig(rope="fused"), model=config.model, device="cuda", dtype=torch.bfloat16
+        )
+        attention, choice = resolve_attention(
+            "fa4",
+            device=torch.device("cuda"),
+            dtype=torch.bfloat16,
+            num_attention_heads=config.model.num_attention_heads,
+            num_key_value_heads=config.model.num_key_value_heads,
+            head_dim=config.model.head_dim,
+            seq_len=256,
+            batch_size=2,
+        )
+        assert choice.used == "fa4"
+        if joins:
+            operations = join_rope_and_attention(
+                operations, "fa4", attention, model=config.model, device=torch.device("cuda"), dtype=torch.bfloat16
+            )
+            assert operations.rotated_attention is not None
+        torch.manual_seed(0)
+        module = build_model(config, device="cuda", attention=attention, operations=operations).blocks[0].attention
+        forward = torch.compile(module.forward, dynamic=False) if joins else module.forward
+        (hidden,) = draw("cuda", torch.bfloat16, (2, 256, config.model.hidden_size))
+        tables = rope_tables(256, config.model.head_dim, 10_000.0, torch.device("cuda"))
+        out = forward(hidden.requires_grad_(), *tables)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), [hidden, *module.parameters()])])
+    for x, y in zip(*results, strict=True):
+        assert ((x - y).float().abs().max() / y.float().abs().max()).item() < 2**-5
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,13 +10,20 @@ The operator is part of the graph and of its cache key. `attention.py` chooses a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class PackedKernels(NamedTuple):
+    """Kernels of an attention whose backward pass writes the gradients of q, k and v side by side into one tensor."""
+
+    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # q, k, v -> out, log-sum-exp
+    backward: Callable[..., Tensor]  # grad, qkv, out, log-sum-exp, query_heads, key_heads -> gradient of qkv
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -142,3 +149,33 @@ def differentiate_fa4(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor,
 
 
 fa4_attention.register_autograd(differentiate_fa4, setup_context=save_for_fa4_backward)
+
+
+def split_packed(qkv: Tensor, query_heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [B, T, (Q + 2K) D] as views of query [B, T, Q, D], key and value [B, T, K, D]."""
+    query, key, value = qkv.unflatten(-1, (query_heads + 2 * key_heads, -1)).split(
+        (query_heads, key_heads, key_heads), dim=2
+    )
+    return query, key, value
+
+
+@torch.library.custom_op("mfubench::fa4_packed_backward", mutates_args=())
+def fa4_packed_backward(
+    grad: Tensor, qkv: Tensor, out: Tensor, log_sum_exp: Tensor, query_heads: int, key_heads: int
+) -> Tensor:
+    """Gradient of qkv [B, T, (H + 2 KV) D]; grad and out [B, T, H, D]."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    grad_qkv = torch.empty_like(qkv)
+    q, k, v = split_packed(qkv, query_heads, key_heads)
+    dq, dk, dv = split_packed(grad_qkv, query_heads, key_heads)
+    _flash_attn_bwd(q, k, v, out, grad, log_sum_exp, causal=True, dq=dq, dk=dk, dv=dv)
+    return grad_qkv
+
+
+@fa4_packed_backward.register_fake
+def _(grad: Tensor, qkv: Tensor, out: Tensor, log_sum_exp: Tensor, query_heads: int, key_heads: int) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+PACKED: dict[str, PackedKernels] = {"fa4": PackedKernels(fa4_attention, fa4_packed_backward)}  # by backend

@@ -41,11 +41,19 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=self.norm_eps) if model.qk_norm else None
         self.split_heads = operations.split_heads
         self.attention = attention
+        self.rotated_attention = operations.rotated_attention
 
     def forward(self, hidden: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         B, T, _ = hidden.shape
+        attended = self.attend(self.qkv(hidden), cos, sin)  # [B, T, query_heads, D]
+        return self.output(attended.reshape(B, T, self.query_heads * self.head_dim))
+
+    def attend(self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        """qkv [B, T, (query_heads + 2 key_heads) D] -> [B, T, query_heads, D]."""
+        if self.rotated_attention is not None:
+            return self.rotated_attention(qkv, cos, sin, self.query_heads, self.key_heads)
         query, key, value = self.split_heads(
-            self.qkv(hidden),
+            qkv,
             cos,
             sin,
             self.q_norm.weight if self.q_norm is not None else None,
@@ -54,8 +62,7 @@ class Attention(nn.Module):
             self.query_heads,
             self.key_heads,
         )
-        attended = self.attention(query, key, value)  # [B, T, query_heads, D]
-        return self.output(attended.reshape(B, T, self.query_heads * self.head_dim))
+        return self.attention(query, key, value)
 
 
 class Block(nn.Module):

@@ -14,11 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mfubench.config import KernelsConfig, ModelConfig
+from mfubench.model.attention_kernels import PACKED, AttentionFunction
 from mfubench.model.components import rope_tables, split_heads, swiglu
 from mfubench.run_log import Choice
 
 KINDS = ("norm", "rope", "swiglu")  # keys of KernelsConfig that this module resolves
 TOKENS = 5  # of the try that a kernel must pass before it is used
+JOINED_TOKENS = 256  # of the try of RoPE and attention as one
 # Largest difference to float32 results that such a try may show, in units of the largest value, by dtype.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
@@ -31,6 +33,7 @@ class Operations:
     split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = split_heads
     swiglu: Callable[[Tensor], Tensor] = swiglu
     swiglu_linear: Callable[..., Tensor] | None = None  # with the matmul behind, where the product is not kept
+    rotated_attention: Callable[..., Tensor] | None = None  # split_heads and attention in one; None: one by one
 
     def add_and_norm(self, hidden: Tensor, update: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """(hidden + update, its norm), each [B, T, hidden]; without an update, hidden is what is normalised."""
@@ -56,6 +59,15 @@ def load_rope(in_place: bool = True) -> dict[str, Any]:
     from mfubench.model.fused.rope import split_in_place, split_rotated
 
     return {"split_heads": split_in_place if in_place else split_rotated}
+
+
+def load_rotated_attention(backend: str) -> Callable[..., Tensor]:
+    from mfubench.model.fused.rope import RotatedAttention
+
+    def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor, query_heads: int, key_heads: int) -> Tensor:
+        return RotatedAttention.apply(qkv, cos, sin, query_heads, key_heads, backend)
+
+    return rotated_attention
 
 
 def load_swiglu_linear() -> dict[str, Any]:
@@ -101,6 +113,37 @@ def resolve_operations(
                 operations, used = replace(operations, **load_swiglu_linear()), "recompute"
         choices[kind] = Choice(requested=wanted, used=used, reason=reason)
     return operations, choices
+
+
+def join_rope_and_attention(
+    operations: Operations,
+    backend: str,
+    attention: AttentionFunction,
+    *,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Operations:
+    """The operations with RoPE in place and attention as one, where the backend has packed kernels and a try agrees."""
+    if backend not in PACKED or model.qk_norm:
+        return operations
+    joined = load_rotated_attention(backend)
+    heads = model.num_attention_heads, model.num_key_value_heads
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(1, JOINED_TOKENS, *shape, generator=generator, device=device).to(dtype)
+
+    leaf, weight = draw((heads[0] + 2 * heads[1]) * model.head_dim).requires_grad_(), draw(heads[0], model.head_dim)
+    tables = rope_tables(JOINED_TOKENS, model.head_dim, model.rope_theta, device)
+    apart = attention(*operations.split_heads(leaf.clone(), *tables, None, None, 0.0, *heads))
+    results = [
+        (out.detach(), *torch.autograd.grad(out, leaf, weight))
+        for out in (joined(leaf.clone(), *tables, *heads), apart)
+    ]
+    off = [(x - y).float().abs().max() / y.float().abs().max() for x, y in zip(*results, strict=True)]
+    same = torch.stack(off).max().item() <= TOLERANCE[dtype]
+    return replace(operations, rotated_attention=joined) if same else operations
 
 
 def try_fused(

@@ -13,7 +13,7 @@ from torch.utils._triton import has_triton
 from mfubench.config import OptimizerConfig, RunConfig
 from mfubench.model import resolve_attention, resolve_loss
 from mfubench.model.decoder import DTYPES
-from mfubench.model.operations import Operations, not_running, resolve_operations
+from mfubench.model.operations import Operations, join_rope_and_attention, not_running, resolve_operations
 from mfubench.model.weight_gradient import add_product
 from mfubench.run_log import Choice
 from mfubench.train.parallel import Piece
@@ -92,13 +92,17 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
         compile_backend=config.compile_backend if compiled.used != "none" else None,
         capturable=cuda_graphs.used == "true",
     )
+    # selective checkpointing keeps what matmuls have written; float8's outputs are views, which nothing may overwrite
+    in_place = config.activation_checkpointing != "selective" and fp8.used == "false"
     operations, operation_choices = resolve_operations(
-        config.kernels,
-        model=model,
-        device=device,
-        dtype=DTYPES[dtype.used],
-        in_place=config.activation_checkpointing != "selective",  # which keeps what matmuls have written
+        config.kernels, model=model, device=device, dtype=DTYPES[dtype.used], in_place=in_place
     )
+    if operation_choices["rope"].used == "fused" and in_place:
+        operations = join_rope_and_attention(
+            operations, attention_choice.used, attention, model=model, device=device, dtype=DTYPES[dtype.used]
+        )
+        if operations.rotated_attention is not None:
+            operation_choices["rope"].reason = "as one with attention, which writes its three gradients side by side"
     used = {
         "attention": attention_choice,
         "compile": compiled,

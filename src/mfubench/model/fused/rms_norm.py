@@ -20,7 +20,7 @@ from torch import Tensor
 from mfubench.model.fused.launch import persistent_programs
 
 WARPS = 8  # a row of 2304 is held in registers, padded to 4096: 16 elements a thread
-PER_MULTIPROCESSOR, STAGES = 8, 1  # programs of the backward pass, and rows that each has on their way
+PER_MULTIPROCESSOR, STAGES = 2, 3  # programs of the backward pass, each with some rows on their way; best of a sweep
 
 
 @triton.jit
