@@ -2,17 +2,39 @@
 
 import math
 
+import pytest
+import torch
 from factories import make_run_log
+from model.small_models import GPT2, LLAMA, QWEN3, run_config
 
+from mfubench.model import build_model
 from mfubench.run_log import write_run_log
-from mfubench.smoke import find_faults, main
+from mfubench.smoke import find_faults, main, untrained_loss
 
 
 def good_run():
     log = make_run_log()
-    first = log.steps[0].model_copy(update={"loss": math.log(log.config.model.vocab_size)})
+    model = log.config.model
+    first = log.steps[0].model_copy(update={"loss": math.log(model.vocab_size) + 0.0002 * model.hidden_size})
     steps = [first, *log.steps[1:]]
     return log.model_copy(update={"steps": steps, "config": log.config.model_copy(update={"max_iters": len(steps)})})
+
+
+@pytest.mark.parametrize(("architecture", "hidden"), [(LLAMA, 1536), (QWEN3, 2304), (GPT2, 768)])
+def test_the_first_loss_of_a_wide_model_is_what_its_width_makes_it(architecture, hidden):
+    config = run_config({**architecture, "hidden_size": hidden, "vocab_size": 4000})
+    torch.manual_seed(0)
+    model = build_model(config, device="cpu")
+    batch = torch.randint(0, 4000, (128, 33), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        loss = model(batch[:, :-1], batch[:, 1:]).item()
+    assert abs(loss - untrained_loss(config.model)) < 0.08
+    assert untrained_loss(config.model) - math.log(4000) > 0.1
+
+
+def test_a_production_model_starts_where_it_was_measured_to_start():
+    model = LLAMA | {"hidden_size": 2304, "vocab_size": 32000, "num_attention_heads": 18}
+    assert abs(untrained_loss(run_config(model).model) - 10.831) < 0.01  # llama2-1.36b on an H200
 
 
 def test_a_good_run_passes(tmp_path):

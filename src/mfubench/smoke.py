@@ -8,12 +8,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mfubench.config import ConfigError
+from mfubench.config import ConfigError, ModelConfig
 from mfubench.flops import count_parameters
 from mfubench.run_log import RunLog, read_run_log
 
-# The first loss of an untrained model is near ln(vocabulary): it knows nothing and says so.
 FIRST_LOSS_TOLERANCE = 0.3
+
+
+def untrained_loss(model: ModelConfig) -> float:
+    """Expected cross-entropy of an untrained model: ln(vocabulary) + hidden_size initializer_range^2 / 2, in nats.
+
+    The last norm gives vectors of length sqrt(hidden_size), the head's weights are N(0, initializer_range^2), so logits
+    are N(0, s^2) with s^2 = hidden_size initializer_range^2, and the mean of exp(logit) is exp(s^2 / 2).
+    """
+    return math.log(model.vocab_size) + model.hidden_size * model.initializer_range**2 / 2
 
 
 def find_faults(log: RunLog) -> list[str]:
@@ -27,10 +35,10 @@ def find_faults(log: RunLog) -> list[str]:
         faults.append(f"the model has {counted} parameters, its dimensions give {expected}")
     if len(log.steps) != log.config.max_iters:
         faults.append(f"{len(log.steps)} steps were run, max_iters is {log.config.max_iters}")
-    first_loss, chance = log.steps[0].loss, math.log(log.config.model.vocab_size)
+    first_loss, chance = log.steps[0].loss, untrained_loss(log.config.model)
     if first_loss is None or abs(first_loss - chance) > FIRST_LOSS_TOLERANCE:
         faults.append(
-            f"the first loss is {first_loss}, an untrained model gives ln(vocabulary) = {chance:.2f} "
+            f"the first loss is {first_loss}, an untrained model of this width and vocabulary gives {chance:.2f} "
             f"within {FIRST_LOSS_TOLERANCE}: initialisation, labels or tokenizer are not as they should be"
         )
     return faults

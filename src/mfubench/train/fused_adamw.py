@@ -75,7 +75,8 @@ def fused_adamw(
     the step counts are float32 scalars on the device. All pieces have taken the same number of steps.
     """
     skipped = torch.zeros_like(divisor) if found_inf is None else found_inf.reshape(())
-    torch._foreach_add_(list(steps), 1 - skipped)
+    # one tensor each: a single one for all would be read by the host, which waits and breaks a capture
+    torch._foreach_add_(list(steps), [1 - skipped] * len(steps))
     step = steps[0].double()
     bias1, root_bias2 = 1 - config.beta1**step, (1 - config.beta2**step).sqrt()
     scalars = torch.stack([skipped, divisor, learning_rate, bias1.float(), root_bias2.float()])
