@@ -18,6 +18,7 @@ from mfubench.analysis.profiles import Profiled, fold_unnamed, rows_of
 from mfubench.analysis.report.profile_section import headline_blocks, next_sentence, profile_section
 from mfubench.analysis.roofline import Point, points_of
 from mfubench.analysis.tables import profiles_table
+from mfubench.profiling.breakdown import MatmulTotal
 from mfubench.profiling.trace_file import trace_of_reason, write_trace
 from mfubench.step_model import elementwise_bytes, elementwise_bytes_by_group, micro_step_matmuls
 
@@ -102,9 +103,10 @@ def test_roofline_points_by_projection_where_shapes_are_known(profiled: Profiled
     assert (matmuls.label, attention.label) == ("matmuls", "attention")
     assert {point.kind for point in memory} == {"memory"}
     config = profiled.judged.log.config
-    shapes = {(one.rows, one.inner, one.columns): (one.count, 0.001 * one.count) for one in micro_step_matmuls(config)}
-    total = sum(seconds for _, seconds in shapes.values())
-    rank = replace(profiled.rank, matmuls=shapes, parts={**profiled.rank.parts, "matmul": total})
+    shapes = {(one.rows, one.inner, one.columns): one.count for one in micro_step_matmuls(config)}
+    totals = [MatmulTotal(shape, None, count, 0.001 * count) for shape, count in shapes.items()]
+    total = sum(one.total_s for one in totals)
+    rank = replace(profiled.rank, matmuls=totals, parts={**profiled.rank.parts, "matmul": total})
     labels = [point.label for point in points_of(replace(profiled, rank=rank)) if point.kind == "matmul"]
     assert "matmul: head" in labels and len(labels) >= 3
 
@@ -112,8 +114,12 @@ def test_roofline_points_by_projection_where_shapes_are_known(profiled: Profiled
 def test_matmuls_one_by_one_beside_their_rates_alone(profiled: Profiled, found: Findings):
     """Micro-batch 24 of 2,048 tokens: 49,152 rows; the down projection is 6,144 -> 2,304."""
     tokens = 24 * 2048
-    shapes = {(tokens, 6144, 2304): (144, 0.3), (6144, tokens, 2304): (144, 0.28), (5, 6, 7): (1, 0.1)}
-    measured = replace(profiled, rank=replace(profiled.rank, matmuls=shapes))
+    totals = [
+        MatmulTotal((tokens, 6144, 2304), "forward", 144, 0.3),
+        MatmulTotal((6144, tokens, 2304), "backward", 144, 0.28),
+        MatmulTotal((5, 6, 7), "forward", 1, 0.1),
+    ]
+    measured = replace(profiled, rank=replace(profiled.rank, matmuls=totals))
     forward, gradient = profiled_matmuls(measured, found.study.ceilings)
     assert (forward.name, forward.product, gradient.product) == ("mlp_down", "forward", "weight_gradient")
     flops = 2 * tokens * 6144 * 2304 * 144
@@ -121,6 +127,18 @@ def test_matmuls_one_by_one_beside_their_rates_alone(profiled: Profiled, found: 
     assert forward.alone_tflops == 694.0 and gradient.alone_tflops is None  # the example has the forward rates
     assert forward.excess_s == pytest.approx(0.3 - flops / 694e12)
     assert profiled_matmuls(profiled, found.study.ceilings) == []
+
+
+def test_a_square_weights_products_are_told_apart_by_their_pass(profiled: Profiled):
+    """The attention output is 2,304 -> 2,304: forward and the input's gradient have one shape."""
+    shape = (24 * 2048, 2304, 2304)
+    totals = [MatmulTotal(shape, "backward", 144, 0.12), MatmulTotal(shape, "forward", 144, 0.11)]
+    measured = replace(profiled, rank=replace(profiled.rank, matmuls=totals))
+    found = {one.product: (one.name, one.count, one.time_s) for one in profiled_matmuls(measured, None)}
+    assert found == {
+        "forward": ("attention_output", 144, 0.11),
+        "input_gradient": ("attention_output", 144, 0.12),
+    }
 
 
 def test_a_point_of_the_roofline():

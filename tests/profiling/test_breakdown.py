@@ -22,7 +22,7 @@ from profiling.kineto import (
     one_step,
 )
 
-from mfubench.profiling.breakdown import break_down, break_down_rank
+from mfubench.profiling.breakdown import MatmulTotal, break_down, break_down_rank
 from mfubench.profiling.chrome_trace import CutStep, cut_step, matmul_shape
 from mfubench.profiling.trace_file import make_trace, trace_of_reason
 
@@ -57,7 +57,7 @@ def test_the_step_is_the_last_marked_one_on_the_devices_time_line():
 def test_passes_come_from_the_operators_and_shapes_from_the_matmul():
     found = break_down_rank(cut(one_step()))
     assert found.directions["matmul"] == pytest.approx({"forward": 300e-6, "backward": 200e-6})
-    assert found.matmuls == {(4096, 2048, 6144): (1, pytest.approx(300e-6))}
+    assert found.matmuls == [MatmulTotal((4096, 2048, 6144), "forward", 1, pytest.approx(300e-6))]
 
 
 @pytest.mark.parametrize(

@@ -37,20 +37,23 @@ class ProfiledMatmul:
 def profiled_matmuls(profiled: Profiled, ceilings: Ceilings | None) -> list[ProfiledMatmul]:
     """The products whose shapes the profiler recorded and the model has, longest first.
 
-    A weight's gradient may run as either of two products, one the transpose of the other.
+    A weight's gradient may run as either of two products, one the transpose of the other. A square weight's forward
+    product and input gradient have the same shape: the pass tells them apart.
     """
     log = profiled.judged.log
-    known: dict[tuple[int, int, int], tuple[str, Product]] = {}
+    known: dict[tuple[int, int, int], list[tuple[str, Product]]] = {}
     for position, one in enumerate(micro_step_matmuls(ran_config(log))):
         product = PRODUCTS[position % 3]
-        known.setdefault((one.rows, one.inner, one.columns), (one.name, product))
+        known.setdefault((one.rows, one.inner, one.columns), []).append((one.name, product))
         if product == "weight_gradient":
-            known.setdefault((one.columns, one.inner, one.rows), (one.name, product))
+            known.setdefault((one.columns, one.inner, one.rows), []).append((one.name, product))
     found: dict[tuple[str, Product], tuple[int, float, float]] = {}
-    for (m, k, n), (count, time_s) in profiled.rank.matmuls.items():
-        if (key := known.get((m, k, n))) is not None:
+    for total in profiled.rank.matmuls:
+        if candidates := known.get(total.shape):
+            key = next((one for one in candidates if fits(one[1], total.direction)), candidates[0])
+            m, k, n = total.shape
             before = found.get(key, (0, 0.0, 0.0))
-            found[key] = before[0] + count, before[1] + time_s, before[2] + 2.0 * m * k * n * count
+            found[key] = before[0] + total.count, before[1] + total.total_s, before[2] + 2.0 * m * k * n * total.count
     rates = {
         (one.name, one.product): one.tflops
         for one in (ceilings.matmuls if ceilings is not None else [])
@@ -61,3 +64,7 @@ def profiled_matmuls(profiled: Profiled, ceilings: Ceilings | None) -> list[Prof
         for (name, product), numbers in found.items()
     ]
     return sorted(matmuls, key=lambda matmul: -matmul.time_s)
+
+
+def fits(product: Product, direction: str | None) -> bool:
+    return direction is not None and (direction == "forward") == (product == "forward")

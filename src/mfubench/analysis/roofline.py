@@ -71,9 +71,9 @@ def matmul_points(profiled: Profiled, config: RunConfig) -> list[Point]:
     for name, products in by_name.items():
         # the gradient of the weight may run as either product of a transpose: the same three sizes
         sizes = {tuple(sorted((one.rows, one.inner, one.columns))) for one in products}
-        own = [total for shape, total in profiled.rank.matmuls.items() if tuple(sorted(shape)) in sizes]
+        own = [one.total_s for one in profiled.rank.matmuls if tuple(sorted(one.shape)) in sizes]
         others = {tuple(sorted((one.rows, one.inner, one.columns))) for one in known if one.name != name}
-        time_s = sum(seconds for _, seconds in own)
+        time_s = sum(own)
         if time_s > 0 and not sizes & others:
             flops = steps * sum(one.flops * one.count for one in products)
             moved = steps * element * sum(one.elements * one.count for one in products)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 from mfubench.profiling.categories import CATEGORIES, COMMUNICATION, COPY, DATA, HOST, MATMUL, QUEUE
 from mfubench.profiling.chrome_trace import DATA_MARK, HOST_WORK, CutStep, end_of
@@ -28,6 +29,16 @@ class KernelTotal:
 
 
 @dataclass(frozen=True)
+class MatmulTotal:
+    """All matmuls of one shape in one pass: [m, k] @ [k, n]."""
+
+    shape: tuple[int, int, int]  # m, k, n
+    direction: str | None  # forward | backward; None: it cannot be told
+    count: int
+    total_s: float
+
+
+@dataclass(frozen=True)
 class RankBreakdown:
     """One rank's step. `parts` has every category and sums to `step_s`; a collective's is its exposed time."""
 
@@ -38,7 +49,7 @@ class RankBreakdown:
     directions: dict[str, dict[str, float]]  # category -> forward, backward: kernel time, overlaps not divided
     hidden_communication_s: float
     kernels: list[KernelTotal]
-    matmuls: dict[tuple[int, int, int], tuple[int, float]]  # m, k, n -> count, seconds
+    matmuls: list[MatmulTotal]
     collectives_s: list[float]  # kernel times in launch order
     waiting_s: float | None = None  # inside collectives for the last rank to arrive; None: it cannot be told
 
@@ -180,13 +191,15 @@ def by_direction(slices: list[Slice]) -> dict[str, dict[str, float]]:
     return {category: dict(times) for category, times in found.items()}
 
 
-def matmul_totals(slices: list[Slice]) -> dict[tuple[int, int, int], tuple[int, float]]:
-    """(count, seconds) of each shape."""
-    found: dict[tuple[int, int, int], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+def matmul_totals(slices: list[Slice]) -> list[MatmulTotal]:
+    found: dict[Any, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for piece in slices:
         if piece.shape is not None and piece.category == MATMUL:
-            found[piece.shape][piece.of] += (piece.end - piece.start) / 1e6
-    return {shape: (len(seconds), sum(seconds.values())) for shape, seconds in found.items()}
+            found[piece.shape, piece.direction][piece.of] += (piece.end - piece.start) / 1e6
+    return [
+        MatmulTotal(shape, direction, len(seconds), sum(seconds.values()))
+        for (shape, direction), seconds in found.items()
+    ]
 
 
 def with_waits(ranks: list[RankBreakdown]) -> list[RankBreakdown]:
