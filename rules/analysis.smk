@@ -1,9 +1,11 @@
-# A `run:` block, because a large study is longer than a command line may be.
+# A `run:` block, because a large study is longer than a command line may be. First of all: a report of what a study has
+# so far, or of what was left when it broke off, says what was declared.
 rule declare_study:
     output:
         study=f"{RESULTS}/study.json",
     log:
         f"{LOGS}/declare_study.log",
+    priority: PRIORITY["machine"]
     localrule: True
     params:
         study=lambda wildcards: STUDY.to_json(),
