@@ -24,7 +24,7 @@ from mfubench.run_log import RunLog
 
 TITLE = "Loss and gradient norm"
 MOST_CURVES = 5
-WINDOW = 15  # steps of the moving median
+WINDOW = 15  # steps of the moving median; a run of fewer than four windows is shown as it is
 
 
 def draw(found: Findings, theme: Theme) -> Figure:
@@ -32,7 +32,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
     if not logs:
         return empty_figure(theme, TITLE, machine_label(found), "no run with a loss yet")
     subtitle = (
-        f"{machine_label(found)} · faint: every step; line: moving median of {WINDOW} steps; marks: held-out "
+        f"{machine_label(found)} · faint: every step; line: moving median of {WINDOW} steps from {4 * WINDOW} on; marks: held-out "
         "text · gradient norm over all parameters, before clipping · dotted: ln(vocabulary), the loss of a guess"
     )
     figure = titled_figure(theme, TITLE, subtitle, 3.5)
@@ -79,13 +79,13 @@ def draw_loss(axes: Axes, name: str, log: RunLog, color: str, marker: str) -> No
 
 
 def draw_curve(axes: Axes, points: list[tuple[int, float | None]], color: str, label: str | None) -> None:
-    """Every finite value, faint, under its moving median."""
+    """Every finite value, faint, under its moving median, which would bend the short curve of a loss that falls fast."""
     finite = [(x, y) for x, y in points if y is not None]
     if not finite:
         return
     x, y = np.array([point[0] for point in finite]), np.array([point[1] for point in finite])
     axes.plot(x, y, color=color, linewidth=0.8, alpha=0.35)
-    half = WINDOW // 2
+    half = WINDOW // 2 if len(y) >= 4 * WINDOW else 0
     smooth = [float(np.median(y[max(0, i - half) : i + half + 1])) for i in range(len(y))]
     axes.plot(x, smooth, color=color, linewidth=1.8, label=label)
 

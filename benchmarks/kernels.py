@@ -1,0 +1,277 @@
+"""The project's own kernels beside the compiler's for the same work, one by one: `python -m benchmarks.kernels`.
+
+Each is timed alone on one card at a model's sizes, forward and backward, beside what its bytes take at the rate of
+a copy. Where a kernel's launch constants are to be found for another card, `--constants` varies them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mfubench.config import ConfigError, ModelConfig, OptimizerConfig
+from mfubench.model.components import rope_tables
+from mfubench.model.operations import LOADERS, PLAIN, Operations, not_in
+from mfubench.presets import load_model
+from mfubench.run_log import write_text_atomically
+
+ADAMW_PARAMETERS = 400_000_000
+CONSTANTS = {  # module below mfubench.model.fused -> values to try of each of its launch constants
+    "swiglu": {"BLOCK": (1024, 2048), "WARPS": (4, 8)},
+    "rms_norm": {"WARPS": (4, 8, 16), "PER_MULTIPROCESSOR": (1, 2, 4, 8), "STAGES": (1, 2, 3, 4)},
+    "rope": {"WARPS": (4, 8), "BACKWARD_WARPS": (4, 8), "PER_MULTIPROCESSOR": (1, 2, 4), "STAGES": (1, 2, 3)},
+}
+MODULES = {"norm": "rms_norm", "rope": "rope", "swiglu": "swiglu"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a kernel does: run(operations, *inputs), and the bytes that must cross the memory bus."""
+
+    kind: str
+    inputs: list[Tensor]
+    run: Callable[..., tuple[Tensor, ...]]
+    forward_bytes: int
+    backward_bytes: int
+
+
+class Clock:
+    """Seconds of a call: median and quartiles over `repeats` batches of calls, on the device's own time line."""
+
+    def __init__(self, device: torch.device, repeats: int, batch_s: float):
+        self.device, self.repeats, self.batch_s = device, repeats, batch_s
+
+    def once(self, call: Callable[[], object], count: int) -> float:
+        if self.device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(count):
+                call()
+            end.record()
+            torch.cuda.synchronize()
+            return begin.elapsed_time(end) / 1e3 / count
+        began = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - began) / count
+
+    def measure(self, call: Callable[[], object]) -> dict[str, float]:
+        for _ in range(2):  # compiles, and warms up
+            self.once(call, 1)
+        count = max(1, int(self.batch_s / self.once(call, 3)))
+        times = sorted(self.once(call, count) for _ in range(self.repeats))
+        q1, median, q3 = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
+        return {"median": median, "q1": q1, "q3": q3}
+
+
+def works(model: ModelConfig, tokens: int, seq_len: int, device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
+    """The kernels that a model has work for, with inputs of `tokens` tokens in sequences of `seq_len`."""
+    H, inner, D, E = model.hidden_size, model.intermediate_size, model.head_dim, dtype.itemsize
+    queries, keys = model.num_attention_heads, model.num_key_value_heads
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    if not_in(model, "swiglu") is None:
+        yield Work(
+            "swiglu",
+            [draw(tokens, 2 * inner)],
+            lambda operations, gate_up: (operations.swiglu(gate_up),),
+            3 * tokens * inner * E,
+            5 * tokens * inner * E,
+        )
+    if not_in(model, "norm") is None:
+
+        def add_and_norm(operations: Operations, x: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+            if operations.add_norm is not None:
+                return operations.add_norm(x, update, weight, model.rms_norm_eps)
+            total = x + update
+            return total, F.rms_norm(total, (H,), weight, model.rms_norm_eps)
+
+        traffic = 4 * tokens * H * E
+        yield Work("norm", [draw(tokens, H), draw(tokens, H), draw(H)], add_and_norm, traffic, traffic)
+    if not_in(model, "rope") is None:
+        cos, sin = rope_tables(seq_len, D, model.rope_theta, device)
+
+        def split(operations: Operations, qkv: Tensor, *norms: Tensor) -> tuple[Tensor, ...]:
+            return operations.split_heads(qkv, cos, sin, *(norms or (None, None)), model.rms_norm_eps, queries, keys)
+
+        everything, rotated = queries + 2 * keys, queries + keys
+        forward_heads = everything if model.qk_norm else rotated  # in place: values stay where they are
+        norms = [draw(D), draw(D)] if model.qk_norm else []
+        yield Work(
+            "rope",
+            [draw(tokens // seq_len, seq_len, everything * D), *norms],
+            split,
+            2 * tokens * forward_heads * D * E,
+            (3 if model.qk_norm else 2) * tokens * everything * D * E,
+        )
+
+
+def forward_and_backward(work: Work, form: Callable[..., tuple[Tensor, ...]], clock: Clock) -> dict[str, dict]:
+    """Times of both passes; the backward pass alone, over a graph that is kept."""
+    with torch.no_grad():
+        forward = clock.measure(lambda: form(*work.inputs))
+    leaves = [x.detach().requires_grad_() for x in work.inputs]
+    outputs = form(*(x.clone() for x in leaves))
+    gradients = [torch.randn_like(y) for y in outputs]
+    backward = clock.measure(lambda: torch.autograd.grad(outputs, leaves, gradients, retain_graph=True))
+    return {"forward": forward, "backward": backward}
+
+
+def compare(work: Work, clock: Clock, copy_rate: float) -> Iterator[dict[str, Any]]:
+    """A row a pass: own kernel, the compiler's, their ratio, and the share of the copy's rate that ours reaches."""
+    own = replace(PLAIN, **LOADERS[work.kind]())
+    backend = "inductor" if work.inputs[0].is_cuda else "aot_eager"
+    compiled = torch.compile(lambda *inputs: work.run(PLAIN, *inputs), backend=backend, dynamic=False)
+    ours = forward_and_backward(work, lambda *inputs: work.run(own, *inputs), clock)
+    theirs = forward_and_backward(work, compiled, clock)
+    for name, size in (("forward", work.forward_bytes), ("backward", work.backward_bytes)):
+        yield row(work.kind, name, ours[name], theirs[name], size, copy_rate)
+
+
+def row(
+    kind: str, name: str, ours: dict[str, float], theirs: dict[str, float], size: int, copy_rate: float
+) -> dict[str, Any]:
+    return {
+        "kernel": kind,
+        "pass": name,
+        "own_s": ours,
+        "compiled_s": theirs,
+        "speedup": theirs["median"] / ours["median"],
+        "bytes": size,
+        "of_copy": size / ours["median"] / copy_rate,
+    }
+
+
+def compare_adamw(device: torch.device, count: int, clock: Clock, copy_rate: float) -> dict[str, Any]:
+    """The update with its rounding, beside torch's fused AdamW and the copy that rounds."""
+    from mfubench.train.fused_adamw import fused_adamw
+    from mfubench.train.parallel import Piece
+
+    config = OptimizerConfig()
+    master, gradient, average, square = (torch.zeros(count, device=device) for _ in range(4))
+    compute = torch.zeros(count, device=device, dtype=torch.bfloat16)
+    one, steps = torch.ones((), device=device), [torch.zeros((), device=device)]
+
+    def ours() -> None:
+        pieces = [Piece(master, decay=True, compute=compute)]
+        fused_adamw(
+            pieces,
+            [gradient],
+            [average],
+            [square],
+            steps,
+            config=config,
+            learning_rate=one * config.learning_rate,
+            divisor=one,
+            found_inf=None,
+        )
+
+    master.grad = gradient
+    torchs = torch.optim.AdamW([master], lr=config.learning_rate, fused=True)
+
+    def theirs() -> None:
+        torchs.step()
+        compute.copy_(master)
+
+    return row("adamw", "update", clock.measure(ours), clock.measure(theirs), 30 * count, copy_rate)
+
+
+def vary(work: Work, clock: Clock, copy_rate: float) -> Iterator[dict[str, Any]]:
+    """A row a choice of launch constants."""
+    import importlib
+
+    name = MODULES[work.kind]
+    module = importlib.import_module(f"mfubench.model.fused.{name}")
+    own = replace(PLAIN, **LOADERS[work.kind]())
+    values = CONSTANTS[name]
+    before = {key: getattr(module, key) for key in values}
+    for choice in itertools.product(*values.values()):
+        constants = dict(zip(values, choice, strict=True))
+        for key, value in constants.items():
+            setattr(module, key, value)
+        times = forward_and_backward(work, lambda *inputs: work.run(own, *inputs), clock)
+        for one, size in (("forward", work.forward_bytes), ("backward", work.backward_bytes)):
+            of_copy = size / times[one]["median"] / copy_rate
+            yield {"kernel": work.kind, "pass": one, "constants": constants, "own_s": times[one], "of_copy": of_copy}
+    for key, value in before.items():
+        setattr(module, key, value)
+
+
+def copy_rate_of(device: torch.device, clock: Clock, size: int) -> float:
+    """Bytes a second that a copy reads and writes."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / clock.measure(lambda: target.copy_(source))["median"]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Time own kernels beside the compiler's.")
+    parser.add_argument("--model", default="llama2-1.36b", help="preset of config/models.yaml")
+    parser.add_argument("--micro-batch-size", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--batch-seconds", type=float, default=0.05, help="seconds of calls between two readings")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--adamw-parameters", type=int, default=ADAMW_PARAMETERS)
+    parser.add_argument("--constants", action="store_true", help="vary the launch constants instead")
+    parser.add_argument("--json", type=Path, help="also write the rows there")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("error: no CUDA device is here, and the kernels need one", file=sys.stderr)
+        return 1
+    try:
+        model = load_model(arguments.model)
+    except ConfigError as error:
+        print(f"error: --model: {error}", file=sys.stderr)
+        return 1
+    clock = Clock(device, arguments.repeats, arguments.batch_seconds)
+    tokens = arguments.micro_batch_size * arguments.seq_len
+    copy_rate = copy_rate_of(device, clock, 4 * tokens * model.intermediate_size)
+    card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{card}, {model.name}, {tokens:,} tokens, torch {torch.__version__}; copy {copy_rate / 1e9:,.0f} GB/s")
+    rows = []
+    for work in works(model, tokens, arguments.seq_len, device, torch.bfloat16):
+        for found in vary(work, clock, copy_rate) if arguments.constants else compare(work, clock, copy_rate):
+            show(found)
+            rows.append(found)
+    if not arguments.constants:
+        rows.append(compare_adamw(device, arguments.adamw_parameters, clock, copy_rate))
+        show(rows[-1])
+    if arguments.json:
+        what = {"card": card, "torch": torch.__version__, "model": model.name, "tokens": tokens, "copy_rate": copy_rate}
+        write_text_atomically(arguments.json, json.dumps(what | {"rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def show(found: dict[str, Any]) -> None:
+    own = found["own_s"]
+    line = f"{found['kernel']:8s}{found['pass']:10s}{own['median'] * 1e3:9.3f} ms "
+    line += f"({own['q1'] * 1e3:.3f} … {own['q3'] * 1e3:.3f})  {found['of_copy']:5.0%} of a copy's rate"
+    if "compiled_s" in found:
+        line += f"  compiled {found['compiled_s']['median'] * 1e3:.3f} ms, {found['speedup']:.2f} times"
+    else:
+        line += "  " + " ".join(f"{key}={value}" for key, value in found["constants"].items())
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
