@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mfubench.config import ConfigError, ModelConfig, OptimizerConfig
 from mfubench.model.components import rope_tables
+from mfubench.model.loss import chunk_size
 from mfubench.model.operations import LOADERS, PLAIN, Operations, not_in
 from mfubench.presets import load_model
 from mfubench.run_log import write_text_atomically
@@ -156,6 +157,30 @@ def row(
     }
 
 
+def compare_cross_entropy(
+    model: ModelConfig, tokens: int, device: torch.device, clock: Clock, copy_rate: float
+) -> Iterator[dict[str, Any]]:
+    """Loss of bfloat16 logits, at most 1 GiB of them, and its gradient, which takes their place."""
+    from mfubench.model.fused.cross_entropy import cross_entropy_backward, cross_entropy_forward
+
+    vocabulary = model.vocab_size
+    tokens = min(tokens, chunk_size(tokens, 2 * vocabulary))
+    logits = torch.randn(tokens, vocabulary, device=device).bfloat16()
+    labels = torch.randint(vocabulary, (tokens,), device=device)
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    compiled = torch.compile(lambda x: F.cross_entropy(x.float(), labels), backend=backend, dynamic=False)
+    leaf = logits.clone().requires_grad_()
+    loss = compiled(leaf)
+    with torch.no_grad():
+        theirs = clock.measure(lambda: compiled(logits))
+        ours = clock.measure(lambda: cross_entropy_forward(logits, labels, vocabulary))
+    yield row("loss", "forward", ours, theirs, logits.nbytes, copy_rate)
+    theirs = clock.measure(lambda: torch.autograd.grad(loss, leaf, retain_graph=True))
+    normalizers, factor = cross_entropy_forward(logits, labels, vocabulary)[1], torch.ones((), device=device)
+    ours = clock.measure(lambda: cross_entropy_backward(logits, labels, normalizers, factor, vocabulary))
+    yield row("loss", "backward", ours, theirs, 2 * logits.nbytes, copy_rate)
+
+
 def compare_adamw(device: torch.device, count: int, clock: Clock, copy_rate: float) -> dict[str, Any]:
     """The update with its rounding, beside torch's fused AdamW and the copy that rounds."""
     from mfubench.train.fused_adamw import fused_adamw
@@ -254,6 +279,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             show(found)
             rows.append(found)
     if not arguments.constants:
+        for found in compare_cross_entropy(model, tokens, device, clock, copy_rate):
+            show(found)
+            rows.append(found)
         rows.append(compare_adamw(device, arguments.adamw_parameters, clock, copy_rate))
         show(rows[-1])
     if arguments.json:

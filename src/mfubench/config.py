@@ -39,6 +39,7 @@ Fallible = Literal[
     "norm",
     "rope",
     "swiglu",
+    "cross_entropy",
     "weight_gradient",
     "adamw",
 ]
@@ -206,7 +207,8 @@ class KernelsConfig(Strict):
     """Own kernels in place of torch's operators, each for itself; auto: where machine and model allow it.
 
     fused: Triton, one pass over memory. norm: RMSNorm with the residual addition before it; rope: q/k-norm, RoPE and
-    the split into q, k and v; swiglu: silu(gate) * up; adamw: the update, with the weights rounded for the next step.
+    the split into q, k and v; swiglu: silu(gate) * up; cross_entropy: the softmax of `full` and `chunked` losses, its
+    gradient in place of the logits; adamw: the update, with the weights rounded for the next step.
     weight_gradient accumulate: matmuls add to the float32 gradient of all micro-steps themselves.
     """
 
@@ -215,6 +217,7 @@ class KernelsConfig(Strict):
     swiglu: Literal["auto", "plain", "fused", "recompute"] = Field(
         "plain", description="recompute: fused, and computed again in the backward pass: less memory"
     )
+    cross_entropy: Literal["auto", "plain", "fused"] = "plain"
     weight_gradient: Literal["auto", "plain", "accumulate"] = "plain"
     adamw: Literal["auto", "plain", "fused"] = "plain"
 

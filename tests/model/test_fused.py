@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mfubench.model import build_model
 from mfubench.model.attention import resolve_attention
 from mfubench.model.attention_kernels import PACKED, PackedKernels, eager, split_packed
 from mfubench.model.components import rope_tables
+from mfubench.model.loss import chunked_loss, full_fused_loss, full_loss
 from mfubench.model.operations import (
     LOADERS,
     PLAIN,
@@ -161,6 +163,48 @@ def test_split_rotated(
 
     shapes = [(2, 5, (queries + 2 * keys) * head_dim), *([(head_dim,), (head_dim,)] if norm else [])]
     compare(split, "rope", draw(device, dtype, *shapes), in_place=in_place)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["full", "chunked"])
+@pytest.mark.parametrize("accumulating", [False, True])
+@pytest.mark.parametrize("vocabulary", [37, 5000])
+def test_cross_entropy(device: str, dtype: torch.dtype, form: str, accumulating: bool, vocabulary: int) -> None:
+    """The losses with the kernel inside: value, gradient of hidden states and of the head, which adds up in float32."""
+    if (device, accumulating, dtype) == ("cpu", True, torch.bfloat16):
+        pytest.skip("a CPU rounds the products that it adds up")
+    hidden, weight = draw(device, dtype, (7, 16), (vocabulary, 16))
+    labels = (torch.arange(7, device=device) * 5) % vocabulary
+    exact = [x.float().clone().requires_grad_() for x in (hidden, weight)]
+    expected = full_loss(*exact, labels)
+    (expected * 0.5).backward()
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+    total = torch.full((vocabulary, 16), torch.nan, device=device)
+    main = MainGradient(total, torch.tensor(True), torch.empty(0, device=device, requires_grad=True))
+    loss = full_fused_loss if form == "full" else partial(chunked_loss, fused=True)
+    found = loss(*leaves, labels, *([main] if accumulating else []))
+    (found * 0.5).backward()
+    assert (leaves[1].grad is None) == accumulating
+    pairs = [(found, expected), (leaves[0].grad, exact[0].grad)]
+    pairs += [(total if accumulating else leaves[1].grad, exact[1].grad)]
+    for i, (x, y) in enumerate(pairs):
+        off = ((x.float() - y).abs().max() / y.abs().max()).item()
+        assert off <= 4 * TOLERANCE[dtype], f"tensor {i} is off by {off:.3g} of its largest value"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cross_entropy_of_padded_logits_leaves_no_gradient_in_the_padding(device: str) -> None:
+    from mfubench.model.fused.cross_entropy import mean_cross_entropy
+
+    (values,) = draw(device, torch.float32, (3, 40))
+    labels = torch.tensor([0, 36, 5], device=device)
+    leaf, exact = values.clone().requires_grad_(), values[:, :37].clone().requires_grad_()
+    found, expected = mean_cross_entropy(leaf.clone(), labels, 37), torch.nn.functional.cross_entropy(exact, labels)
+    torch.testing.assert_close(found, expected)
+    (gradient,), (other,) = torch.autograd.grad(found, leaf), torch.autograd.grad(expected, exact)
+    torch.testing.assert_close(gradient[:, :37], other)
+    assert not gradient[:, 37:].any()
 
 
 def eager_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

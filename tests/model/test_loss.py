@@ -120,7 +120,7 @@ def test_chunked_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None
     hidden, weight, labels = inputs(torch.float32)
     monkeypatch.setattr(losses, "CHUNK_BYTES", 5 * V * 4)
     with Watch():  # the body of the operator, which hides its inside from such a watch
-        chunked_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 5, True, "")
+        chunked_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 5, True, "", False)
     assert largest == weight.numel() == V * HIDDEN and 2 * largest < N * V
     with Watch():
         loss_and_gradients(chunked_loss, hidden, weight, labels)
@@ -131,7 +131,7 @@ def test_evaluation_computes_no_gradients() -> None:
     hidden, weight, labels = inputs(torch.float32)
     with torch.no_grad():
         loss = chunked_loss(hidden, weight, labels)
-        empty = chunked_cross_entropy(hidden, weight, labels, 3, False, "")
+        empty = chunked_cross_entropy(hidden, weight, labels, 3, False, "", False)
     torch.testing.assert_close(loss, full_loss(hidden, weight, labels).detach())
     torch.testing.assert_close(empty[0], loss)
     assert [tensor.numel() for tensor in empty[1:]] == [0, 0]
@@ -142,7 +142,7 @@ def test_chunked_is_a_sound_operator() -> None:
     hidden, weight, labels = inputs(torch.float32)
     torch.library.opcheck(
         chunked_cross_entropy,
-        (hidden, weight, labels, 3, True, ""),
+        (hidden, weight, labels, 3, True, "", False),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 

@@ -8,7 +8,10 @@ from train.test_gpu import FLOAT32, assert_graphs, assert_same, gpu_config, need
 from train.train_runs import losses, run_many
 
 CARDS = torch.cuda.device_count()
-KERNELS = {"norm": "fused", "rope": "fused", "swiglu": "fused", "weight_gradient": "accumulate", "adamw": "fused"}
+KERNELS = {
+    **{"norm": "fused", "rope": "fused", "swiglu": "fused", "cross_entropy": "fused"},
+    **{"weight_gradient": "accumulate", "adamw": "fused"},
+}
 FUSED = {"kernels": KERNELS, "requires": tuple(KERNELS)}
 QWEN3 = {"qk_norm": True, "tie_word_embeddings": True}
 

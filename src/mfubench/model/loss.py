@@ -47,6 +47,13 @@ def full_loss(hidden: Tensor, weight: Tensor, labels: Tensor, main: MainGradient
     return F.cross_entropy(logits.float(), labels)
 
 
+def full_fused_loss(hidden: Tensor, weight: Tensor, labels: Tensor, main: MainGradient | None = None) -> Tensor:
+    """`full_loss` with the Triton cross-entropy, whose gradient takes the place of the logits."""
+    from mfubench.model.fused.cross_entropy import mean_cross_entropy
+
+    return mean_cross_entropy(linear(hidden, aligned(weight), main=main), labels, weight.shape[0])
+
+
 def aligned(weight: Tensor) -> Tensor:
     """The head's weight [V, hidden] with rows of zeros below, where a matmul of this width would be slow."""
     if weight.is_cuda and weight.shape[0] % 8:
@@ -60,6 +67,7 @@ def chunked_loss(
     labels: Tensor,
     main: MainGradient | None = None,
     compile_backend: str = "",
+    fused: bool = False,
 ) -> Tensor:
     """Chunks of tokens one after the other; equal to `full_loss` but for the order of float32 additions."""
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -67,7 +75,7 @@ def chunked_loss(
     parts = main or ()
     if main is not None:
         weight = weight.detach()  # its gradient goes elsewhere
-    return chunked_cross_entropy(hidden, weight, labels, size, gradients, compile_backend, *parts)[0]
+    return chunked_cross_entropy(hidden, weight, labels, size, gradients, compile_backend, fused, *parts)[0]
 
 
 def chunk_size(tokens: int, bytes_a_token: int) -> int:
@@ -85,6 +93,7 @@ def chunked_cross_entropy(
     size: int,
     gradients: bool,
     compile_backend: str,
+    fused: bool,
     total_gradient: Tensor | None = None,
     overwrite: Tensor | None = None,
     ticket: Tensor | None = None,
@@ -92,8 +101,9 @@ def chunked_cross_entropy(
     """(mean loss, gradient of hidden, gradient of weight in float32), computed `size` tokens at a time.
 
     The gradients are those of the summed loss, which float16 can hold, and empty unless asked for. An operator of its
-    own: torch.compile takes it as it is, in one graph with the rest of the model. Where a `compile_backend` is given,
-    the elementwise part inside is compiled apart. The parts of a main gradient are for the backward pass.
+    own: torch.compile takes it as it is, in one graph with the rest of the model. The elementwise part inside is the
+    Triton kernel (`fused`), or compiled apart where a `compile_backend` is given. The parts of a main gradient are for
+    the backward pass.
     """
     softmax_step = compiled_softmax_step(compile_backend) if compile_backend else cross_entropy_step
     padded = aligned(weight)  # [V', hidden]
@@ -103,6 +113,11 @@ def chunked_cross_entropy(
     for start in range(0, hidden.shape[0], size):
         rows = slice(start, start + size)
         logits = F.linear(hidden[rows], padded)  # [rows, V']
+        if gradients and fused:
+            total += loss_and_gradient_in_place(logits, labels[rows], weight.shape[0])
+            torch.mm(logits, padded, out=grad_hidden[rows])
+            add_product(grad_weight, logits.t(), hidden[rows])
+            continue
         logits[:, weight.shape[0] :] = -torch.inf
         if not gradients:
             total += F.cross_entropy(logits.float(), labels[rows], reduction="sum")
@@ -113,6 +128,12 @@ def chunked_cross_entropy(
         torch.mm(grad_logits, padded, out=grad_hidden[rows])
         add_product(grad_weight, grad_logits.t(), hidden[rows])
     return total / hidden.shape[0], grad_hidden, grad_weight[: weight.shape[0]]
+
+
+def loss_and_gradient_in_place(logits: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
+    from mfubench.model.fused.cross_entropy import loss_and_gradient  # needs triton
+
+    return loss_and_gradient(logits, labels, vocabulary)
 
 
 def cross_entropy_step(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,6 +163,7 @@ def _(
     size: int,
     gradients: bool,
     compile_backend: str,
+    fused: bool,
     total_gradient: Tensor | None = None,
     overwrite: Tensor | None = None,
     ticket: Tensor | None = None,
@@ -163,7 +185,7 @@ def accumulate_scaled(total: Tensor, gradient: Tensor, factor: Tensor, overwrite
 
 
 def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    hidden, weight, _, _, _, _, total_gradient, overwrite, _ = inputs
+    hidden, weight, _, _, _, _, _, total_gradient, overwrite, _ = inputs
     ctx.save_for_backward(*output[1:], total_gradient, overwrite)
     ctx.tokens, ctx.weight_dtype = hidden.shape[0], weight.dtype
 
@@ -174,10 +196,10 @@ def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor |
     factor = grad / ctx.tokens
     if total_gradient is not None:
         accumulate_scaled(total_gradient, grad_weight, factor, overwrite)
-        return grad_hidden * factor, None, None, None, None, None, None, None, grad_hidden.new_empty(0)
+        return grad_hidden * factor, None, None, None, None, None, None, None, None, grad_hidden.new_empty(0)
     rounded = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
     torch.mul(grad_weight, factor, out=rounded)
-    return grad_hidden * factor, rounded, None, None, None, None, None, None, None
+    return grad_hidden * factor, rounded, None, None, None, None, None, None, None, None
 
 
 chunked_cross_entropy.register_autograd(scale_gradients, setup_context=save_gradients)
@@ -203,16 +225,17 @@ def resolve_loss(
     vocab_size: int,
     compile_backend: str | None = None,
     capturable: bool = False,
+    fused_cross_entropy: bool = False,
 ) -> tuple[LossFunction, Choice]:
     """The loss function for this device and vocabulary, and what was chosen and why.
 
     `requested`: full, chunked, fused (falls back to chunked) or auto. With a `compile_backend` (a run that compiles)
-    the elementwise part of full and chunked is compiled with it.
+    the elementwise part of full and chunked is compiled with it. fused_cross_entropy: that part is the Triton kernel.
     """
     device = torch.device(device)
     compiled = compile_backend is not None
     if requested == "auto":
-        wanted, reason = preferred(device, vocab_size, compiled)
+        wanted, reason = preferred(device, vocab_size, compiled, fused_cross_entropy)
     else:
         wanted, reason = requested, ""
     if wanted == "fused":
@@ -221,13 +244,17 @@ def resolve_loss(
             return function, Choice(requested=requested, used="fused", reason=reason or None)
         wanted, reason = "chunked", f"{reason}{'; ' if reason else ''}fused {why_not}"
     if wanted == "chunked":
-        function = functools.partial(chunked_loss, compile_backend=compile_backend or "")
+        function = functools.partial(chunked_loss, compile_backend=compile_backend or "", fused=fused_cross_entropy)
+    elif fused_cross_entropy:
+        function = full_fused_loss
     else:
         function = torch.compile(full_loss, backend=compile_backend, dynamic=False) if compile_backend else full_loss
     return function, Choice(requested=requested, used=wanted, reason=reason or None)
 
 
-def preferred(device: torch.device, vocab_size: int, compiled: bool) -> tuple[str, str]:
+def preferred(
+    device: torch.device, vocab_size: int, compiled: bool, fused_cross_entropy: bool = False
+) -> tuple[str, str]:
     """The form that `auto` wants and why; see LARGE_VOCABULARY."""
     if device.type != "cuda":
         return "full", "no CUDA"
@@ -235,6 +262,8 @@ def preferred(device: torch.device, vocab_size: int, compiled: bool) -> tuple[st
         return "chunked", f"a vocabulary of {vocab_size} makes all logits large"
     if compiled:
         return "full", f"compiled, and a vocabulary of {vocab_size} makes all logits small"
+    if fused_cross_entropy:
+        return "full", f"cross-entropy in one kernel, and a vocabulary of {vocab_size} makes all logits small"
     return "fused", "not compiled"
 
 

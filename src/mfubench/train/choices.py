@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._triton import has_triton
 
@@ -85,12 +86,14 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
 
     attention, attention_choice = attention_of(config.attention)
     contrast = attention_of(config.contrast_attention)[1] if config.contrast_attention else None
+    cross_entropy = resolve_cross_entropy(config, device, DTYPES[dtype.used])
     loss, loss_choice = resolve_loss(
         config.loss,
         device=device,
         vocab_size=model.vocab_size,
         compile_backend=config.compile_backend if compiled.used != "none" else None,
         capturable=cuda_graphs.used == "true",
+        fused_cross_entropy=cross_entropy.used == "fused",
     )
     # selective checkpointing keeps what matmuls have written; float8's outputs are views, which nothing may overwrite
     in_place = config.activation_checkpointing != "selective" and fp8.used == "false"
@@ -114,6 +117,7 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
         "tf32": resolve_tf32(config, device),
         "fp8": fp8,
         **operation_choices,
+        "cross_entropy": cross_entropy,
         "weight_gradient": resolve_weight_gradient(config, device, DTYPES[dtype.used], parallelism.used, fp8.used),
         "adamw": resolve_adamw(config, device, parallelism.used),
     }
@@ -204,6 +208,17 @@ def resolve_weight_gradient(
     return either(wanted, "accumulate", obstacle)
 
 
+def resolve_cross_entropy(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Choice:
+    obstacle = None
+    if config.loss == "fused":
+        obstacle = "loss: fused has a cross-entropy of its own"
+    elif device.type != "cuda":
+        obstacle = f"Triton's kernels need a CUDA device, not {device.type}"
+    elif config.kernels.cross_entropy != "plain":
+        obstacle = failure_of(lambda: try_fused_cross_entropy(device, dtype))
+    return either(config.kernels.cross_entropy, "fused", obstacle)
+
+
 def resolve_adamw(config: RunConfig, device: torch.device, parallelism: str) -> Choice:
     obstacle = None
     if device.type != "cuda":
@@ -236,6 +251,19 @@ def try_accumulating(device: torch.device, dtype: torch.dtype) -> bool:
     add_product(total, left, right, overwrite=True)
     add_product(total, left, right)
     return bool((total == 32).all())
+
+
+def try_fused_cross_entropy(device: torch.device, dtype: torch.dtype) -> bool:
+    """Loss and gradient of a few rows, padded on the right, against torch's in float32."""
+    from mfubench.model.fused.cross_entropy import mean_cross_entropy
+
+    values = torch.randn(5, 9001, generator=torch.Generator(device).manual_seed(0), device=device).to(dtype)
+    labels = torch.arange(5, device=device) * 1800
+    leaf, exact = values.clone().requires_grad_(), values[:, :9000].float().requires_grad_()
+    found, expected = mean_cross_entropy(leaf.clone(), labels, 9000), F.cross_entropy(exact, labels)
+    (gradient,), (other,) = torch.autograd.grad(found, leaf), torch.autograd.grad(expected, exact)
+    close = torch.allclose(gradient[:, :9000].float(), other, rtol=2**-6, atol=1e-6)
+    return close and bool((gradient[:, 9000:] == 0).all()) and torch.allclose(found, expected, rtol=1e-4)
 
 
 def try_fused_adamw(device: torch.device) -> bool:

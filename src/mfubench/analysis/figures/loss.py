@@ -32,8 +32,9 @@ def draw(found: Findings, theme: Theme) -> Figure:
     if not logs:
         return empty_figure(theme, TITLE, machine_label(found), "no run with a loss yet")
     subtitle = (
-        f"{machine_label(found)} · faint: every step; line: moving median of {WINDOW} steps from {4 * WINDOW} on; marks: held-out "
-        "text · gradient norm over all parameters, before clipping · dotted: ln(vocabulary), the loss of a guess"
+        f"{machine_label(found)} · faint: every step; line: moving median of {WINDOW} steps from {4 * WINDOW} on; "
+        "marks: held-out text · gradient norm over all parameters, before clipping · dotted: ln(vocabulary), the loss "
+        "of a guess"
     )
     figure = titled_figure(theme, TITLE, subtitle, 3.5)
     left, right = figure.subplots(1, 2, width_ratios=[1.4, 1])
@@ -79,7 +80,7 @@ def draw_loss(axes: Axes, name: str, log: RunLog, color: str, marker: str) -> No
 
 
 def draw_curve(axes: Axes, points: list[tuple[int, float | None]], color: str, label: str | None) -> None:
-    """Every finite value, faint, under its moving median, which would bend the short curve of a loss that falls fast."""
+    """Every finite value, faint, under its moving median; a short run, whose curve that would bend, as it is."""
     finite = [(x, y) for x, y in points if y is not None]
     if not finite:
         return

@@ -1,0 +1,37 @@
+"""The benchmark of own kernels: all of it, small, where the kernels run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from triton_devices import DEVICES, run_interpreted
+
+SMALL = ["--model", "llama2-tiny", "--micro-batch-size", "1", "--seq-len", "8", "--repeats", "2"]
+SMALL += ["--batch-seconds", "0.001", "--adamw-parameters", "3000"]
+ROWS = [(kernel, one) for kernel in ("swiglu", "norm", "rope", "loss") for one in ("forward", "backward")]
+
+
+def test_all_of_this_under_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_kernel_has_its_row(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import kernels
+
+    assert kernels.main([*SMALL, "--device", device, "--json", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["kernel"], row["pass"]) for row in rows] == [*ROWS, ("adamw", "update")]
+    for row in rows:
+        assert 0 < row["own_s"]["q1"] <= row["own_s"]["median"] <= row["own_s"]["q3"] and row["speedup"] > 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+
+
+def test_without_a_card_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import kernels
+
+    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
+    assert kernels.main(SMALL) == 1
+    assert "no CUDA device is here" in capsys.readouterr().err
