@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from mfubench.config import ConfigError
 from mfubench.profiling.chrome_trace import (
@@ -26,7 +27,8 @@ from mfubench.run_log import write_bytes_atomically
 
 SCHEMA_VERSION: Final = 1
 SIZE_LIMIT_MIB: Final = 16  # of the file; a step of 8 GPUs with 12,000 kernels each takes about 5
-OWN_ARGUMENTS = ("launched", "host", "pass", "shape")
+FILE_ARGUMENTS = {*KEPT_ARGUMENTS, "launched", "host", "pass", "shape"}
+COMPRESSION: Final = 6  # of gzip: a twentieth more than its best, in a third of the time
 # What is left out, in turn, until the file is small enough. A CPU's operators are its trace and stay.
 REDUCTIONS = ("nothing", "operators of the host", "and its launches", "and all ranks but the first")
 
@@ -56,33 +58,58 @@ def write_trace(path: Path | str, trace: Trace, limit_mib: float = SIZE_LIMIT_MI
 
     Raises ValueError where even the device's work of one rank is larger.
     """
-    for level, left_out in enumerate(REDUCTIONS):
-        trace.left_out = left_out
-        packed = gzip.compress(json.dumps(document(trace, level), separators=(",", ":")).encode(), mtime=0)
-        if len(packed) <= limit_mib * 2**20:
-            write_bytes_atomically(path, packed)
-            return
-    raise ValueError(f"{path}: a trace of {len(packed) / 2**20:.3g} MiB is over the limit of {limit_mib:g} MiB")
+    level, packed = fitting_level(
+        lambda level: [pack_rank(rank, trace.ranks[0], level) for rank in trace.ranks], limit_mib
+    )
+    write_packed(path, trace, level, packed)
 
 
-def document(trace: Trace, level: int = 0) -> dict[str, Any]:
-    """The Chrome trace as plain data. Times count from the first rank's step."""
-    ranks = trace.ranks[:1] if level == 3 else trace.ranks
-    zero = ranks[0] if ranks else None
-    events: list[Event] = []
-    facts = []
-    for rank in ranks:
-        assert zero is not None
-        shift_us = (rank.base_ns - zero.base_ns) / 1000 - zero.window[0]
-        window = [round(at + shift_us, 3) for at in rank.window]
-        facts.append({"rank": rank.rank, "device": rank.device, "window": window, "main_thread": rank.main_thread})
-        events += rank_events(rank, shift_us, level)
+def fitting_level(pack: Callable[[int], list[bytes]], limit_mib: float = SIZE_LIMIT_MIB) -> tuple[int, list[bytes]]:
+    """How much must be left out (an index of REDUCTIONS), and what `pack` makes of all ranks then.
+
+    Raises ValueError where the last reduction is still larger than `limit_mib`.
+    """
+    for level in range(len(REDUCTIONS)):
+        packed = pack(level)
+        size_mib = sum(map(len, packed)) / 2**20
+        if size_mib <= limit_mib:
+            return level, packed
+    raise ValueError(f"a trace of {size_mib:.3g} MiB is over the limit of {limit_mib:g} MiB")
+
+
+def pack_rank(rank: CutStep, zero: CutStep, level: int) -> bytes:
+    """One rank's events as the file holds them, gzipped; empty where the level leaves the rank out.
+
+    zero: the first rank (its events may be missing), from whose step times count.
+    """
+    if level == len(REDUCTIONS) - 1 and rank.rank != zero.rank:
+        return b""
+    events = json.dumps(rank_events(rank, shift_us(rank, zero), level), separators=(",", ":"))
+    return gzip.compress(events.encode(), COMPRESSION, mtime=0)
+
+
+def write_packed(path: Path | str, trace: Trace, level: int, packed: list[bytes]) -> None:
+    """Write the file from what `pack_rank` made of each of trace.ranks, whose own events are not looked at."""
+    trace.left_out = REDUCTIONS[level]
+    facts, lists = [], []
+    for rank, events in zip(trace.ranks, packed, strict=True):
+        if events:
+            window = [round(at + shift_us(rank, trace.ranks[0]), 3) for at in rank.window]
+            facts.append({"rank": rank.rank, "device": rank.device, "window": window, "main_thread": rank.main_thread})
+            lists.append(gzip.decompress(events)[1:-1])  # without its brackets
     about = {"schema_version": SCHEMA_VERSION, "name": trace.name, "ranks": facts, "reason": trace.reason}
     about |= {"left_out": trace.left_out, "profiled_step_s": trace.profiled_step_s}
-    return {"schemaVersion": 1, "displayTimeUnit": "ms", "mfubench": about, "traceEvents": events}
+    head = json.dumps({"schemaVersion": 1, "displayTimeUnit": "ms", "mfubench": about}, separators=(",", ":"))
+    text = b"".join((head[:-1].encode(), b',"traceEvents":[', b",".join(lists), b"]}"))
+    write_bytes_atomically(path, gzip.compress(text, COMPRESSION, mtime=0))
 
 
-def rank_events(rank: CutStep, shift_us: float, level: int) -> list[Event]:
+def shift_us(rank: CutStep, zero: CutStep) -> float:
+    """What to add to a rank's times, so that they count from the first rank's step."""
+    return (rank.base_ns - zero.base_ns) / 1000 - zero.window[0]
+
+
+def rank_events(rank: CutStep, shift: float, level: int) -> list[Event]:
     """One rank's events: the host as process 10 r + 1, the device as 10 r + 2, in this order in the viewer."""
     host, device = 10 * rank.rank + 1, 10 * rank.rank + 2
     events: list[Event] = []
@@ -102,23 +129,24 @@ def rank_events(rank: CutStep, shift_us: float, level: int) -> list[Event]:
         marked = event["name"].startswith("mfubench::")
         if event["cat"] in wanted or marked:
             process = device if event["cat"] in DEVICE_WORK else host
-            events.append(kept_event(event, process, shift_us))
+            events.append(kept_event(event, process, shift))
     if level < 1:
         for flow in rank.flows:
             process = host if flow["ph"] == "s" else device
             identity = f"{rank.rank}.{flow['id']}"
-            events.append({**flow, "ts": round(flow["ts"] + shift_us, 3), "pid": process, "id": identity})
+            events.append({**flow, "ts": round(flow["ts"] + shift, 3), "pid": process, "id": identity})
     return events
 
 
-def kept_event(event: Event, process: int, shift_us: float) -> Event:
-    arguments = {key: value for key, value in event.get("args", {}).items() if key in (*KEPT_ARGUMENTS, *OWN_ARGUMENTS)}
+def kept_event(event: Event, process: int, shift: float) -> Event:
+    given = event.get("args", {})
+    arguments = {key: given[key] for key in given if key in FILE_ARGUMENTS}
     if "launched" in arguments:
-        arguments["launched"] = round(arguments["launched"] + shift_us, 3)
-    if (sizes := event.get("args", {}).get("Input Dims")) and event["name"].startswith("aten::"):
+        arguments["launched"] = round(arguments["launched"] + shift, 3)
+    if (sizes := given.get("Input Dims")) and event["name"].startswith("aten::"):
         arguments["Input Dims"] = sizes
     kept = {"ph": "X", "cat": event["cat"], "name": event["name"], "pid": process, "tid": event["tid"]}
-    return kept | {"ts": round(event["ts"] + shift_us, 3), "dur": round(event["dur"], 3), "args": arguments}
+    return kept | {"ts": round(event["ts"] + shift, 3), "dur": round(event["dur"], 3), "args": arguments}
 
 
 def read_trace(path: Path | str) -> Trace:

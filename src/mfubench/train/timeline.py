@@ -5,10 +5,9 @@ Weights stay as they are, and nothing measured is disturbed: step times, memory 
 
 from __future__ import annotations
 
-import gzip
 import json
 import tempfile
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
@@ -16,7 +15,14 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from mfubench.config import RunConfig
 from mfubench.model.kernels import quiet_profiler
 from mfubench.profiling.chrome_trace import DATA_MARK, STEP_MARK, CutStep, cut_step
-from mfubench.profiling.trace_file import Trace, make_trace, trace_of_reason, write_trace
+from mfubench.profiling.trace_file import (
+    fitting_level,
+    make_trace,
+    pack_rank,
+    trace_of_reason,
+    write_packed,
+    write_trace,
+)
 from mfubench.train.loader import Batches
 from mfubench.train.process import Process
 from mfubench.train.step import StepFunction
@@ -42,19 +48,14 @@ def keep_timeline(training: Training, take_step: StepFunction, batches: Batches)
         reason = f"{log.status}: {log.reason}"
     elif recorder.stepped == 0:
         reason = "an earlier process had done all steps"
-    if reason is not None:
-        trace = trace_of_reason(log.name, reason)
-    else:
+    if reason is None:
         with recorder.phase("profile", log.steps[-1].step + 1):
             training.watchdog.beat(START_FACTOR)
             profiler = profile_steps(training, take_step, batches)
             training.watchdog.beat(START_FACTOR)
-            trace = gather_trace(log.name, exported_step(profiler, process.rank), process)
-    if process.is_main:
-        try:
-            write_trace(training.paths.trace, trace)
-        except ValueError as error:
-            write_trace(training.paths.trace, trace_of_reason(log.name, str(error)))
+            reason = write_together(training.paths.trace, log.name, exported_step(profiler, process.rank), process)
+    if reason is not None and process.is_main:
+        write_trace(training.paths.trace, trace_of_reason(log.name, reason))
     process.barrier()
 
 
@@ -94,17 +95,21 @@ def exported_step(profiler: profile, rank: int) -> CutStep | str:
     return step if step is not None else "the profiler saw nothing"
 
 
-def gather_trace(name: str, own: CutStep | str, process: Process) -> Trace:
-    """All ranks' steps as one trace, or the reason why there is none. They travel packed: many and much alike."""
-    packed = own if isinstance(own, str) else gzip.compress(json.dumps(asdict(own)).encode(), compresslevel=3)
-    parts = process.gather(packed)
-    problems = [f"rank {rank}: {part}" for rank, part in enumerate(parts) if isinstance(part, str)]
-    if problems or not process.is_main:
-        return trace_of_reason(name, "; ".join(problems) or "kept by rank 0")
-    ranks = []
-    for part in parts:
-        values = json.loads(gzip.decompress(part))
-        ranks.append(CutStep(**{**values, "window": tuple(values["window"])}))
-    if process.on_cuda and any(rank.device != "cuda" for rank in ranks):
-        return trace_of_reason(name, "the profiler saw no kernel on the GPU (CUPTI may need more rights here)")
-    return make_trace(name, ranks)
+def write_together(path: Path, name: str, own: CutStep | str, process: Process) -> str | None:
+    """Write all ranks' steps as one trace, or say why there is none. Collective.
+
+    Each rank makes its own part of the file: all at once that takes as long as one.
+    """
+    outlines = process.gather(own if isinstance(own, str) else replace(own, events=[], flows=[]))
+    if isinstance(own, str) or any(isinstance(outline, str) for outline in outlines):
+        problems = [f"rank {rank}: {outline}" for rank, outline in enumerate(outlines) if isinstance(outline, str)]
+        return "; ".join(problems)
+    if process.on_cuda and any(outline.device != "cuda" for outline in outlines):
+        return "the profiler saw no kernel on the GPU (CUPTI may need more rights here)"
+    try:
+        level, packed = fitting_level(lambda level: process.gather(pack_rank(own, outlines[0], level)))
+    except ValueError as error:
+        return str(error)  # the same on all ranks, who see the same sizes
+    if process.is_main:
+        write_packed(path, make_trace(name, outlines), level, packed)
+    return None
