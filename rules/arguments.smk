@@ -100,11 +100,3 @@ def search_options(wildcards):
 def tokenizer_of_training(wildcards):
     run = STUDY.runs[f"training/{wildcards.case}"]
     return tokenizer_file(STUDY.config.datasets[run.dataset].tokenizer)
-
-
-def write_declaration(path, study, log_path):
-    """study.json: what the study consists of, for the analysis."""
-    Path(path).write_text(study, encoding="utf-8")
-    Path(log_path).write_text(
-        f"{len(STUDY.runs)} runs, {len(STUDY.skipped)} left out\n", encoding="utf-8"
-    )

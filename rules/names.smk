@@ -1,4 +1,5 @@
 # Files by name.
+DECLARATION_TEMPLATE = os.path.relpath(ROOT / "workflow" / "templates" / "study.json")
 
 
 def tokenizer_file(name):

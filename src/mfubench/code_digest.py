@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 # Not part of the meaning: load/store context, the u of u"", type comments.
@@ -51,6 +52,7 @@ def python_files(paths: Iterable[Path | str]) -> Iterator[Path]:
             raise FileNotFoundError(path)
 
 
+@cache  # most files are behind several rules
 def meaning(source: str) -> str:
     """The syntax tree as text, without docstrings, positions and empty fields.
 
