@@ -20,9 +20,9 @@ MODELS = ("gpt2-1.36b", "llama2-1.36b", "llama3-1.5b", "llama3-2.2b", "qwen3-1.8
 # Memory that a process finds free, GiB: a B200 of "192 GB", an H100 of 80, an A6000 of 48.
 FREE_GIB = {"192": 178.0, "80": 79.2, "48": 47.5}
 WRITTEN_FOR = {"llama2-1.36b": "192", "qwen3-1.8b": "192", "gpt2-1.36b": "48"}
-# What the first measured peaks asked for, rounded up; a study keeps 5 % of the card free on top.
-CAUTIOUS = MemoryFit(activation_factor=1.1, reserve_gib=2.0)
-USABLE_FRACTION = 0.95
+# What measured peaks reserved beyond the count, rounded up; a study keeps 4 % of the card free on top.
+CAUTIOUS = MemoryFit(reserve_gib=2.0)
+USABLE_FRACTION = 0.96
 
 
 @cache

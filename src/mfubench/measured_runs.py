@@ -12,7 +12,7 @@ import numpy as np
 
 from mfubench.card_rates import card_rates
 from mfubench.ceilings import Ceilings, read_ceilings
-from mfubench.config import ConfigError, MemorySearch, RunConfig
+from mfubench.config import ConfigError, KernelsConfig, MemorySearch, RunConfig
 from mfubench.hardware import find_gpu, is_on
 from mfubench.presets import CONFIG_DIR
 from mfubench.result_files import find_results, is_run_log, read_json
@@ -118,6 +118,8 @@ def as_run(log: RunLog) -> RunConfig:
     words = ("attention", "compile", "loss", "dtype", "parallelism")
     changes: dict[str, Any] = {key: used[key].used for key in words if key in used}
     changes |= {key: is_on(used[key]) for key in ("cuda_graphs", "tf32", "fp8") if key in used}
+    kernels = {key: used[key].used for key in KernelsConfig.model_fields if key in used}
+    changes["kernels"] = log.config.kernels.model_copy(update=kernels)
     return log.config.model_copy(update=changes)
 
 

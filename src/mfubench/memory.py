@@ -122,9 +122,11 @@ def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
     """What the blocks keep of one token between forward and backward, bytes.
 
     A block keeps the inputs of its matmuls and of what is not linear: the residual stream before each norm and the
-    norm's output, q, k, v, the attention's output, gate, up and their product; without a compiler the activation's own
-    output as well. Attention kernels keep one float32 a head for the softmax, `eager` the probabilities. Selective
-    checkpointing keeps matmul and attention outputs only; full keeps a block's input and rebuilds one block at a time.
+    norm's output, q, k, v, the attention's output, gate, up and their product (unless it is recomputed); without a
+    compiler the activation's own output as well. RoPE and q/k-norms leave q and k twice, since v is a view of the one
+    matmul that made all three, unless RoPE overwrites them (`kernels.rope: fused`, without q/k-norms). Attention
+    kernels keep one float32 a head for the softmax, `eager` the probabilities. Selective checkpointing keeps matmul and
+    attention outputs only; full keeps a block's input and rebuilds one block at a time.
     """
     element = ELEMENT_BYTES[config.dtype]
     hidden, intermediate = model.hidden_size, model.intermediate_size
@@ -133,10 +135,14 @@ def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
     gated = 2 if model.mlp == "swiglu" else 1
 
     kept = 2 * hidden + (q_width + 2 * kv_width) + q_width + gated * intermediate
+    own_rope = config.kernels.rope == "fused"
     if model.qk_norm:
-        kept = kept + q_width + kv_width  # q and k before their norm
+        kept = kept + q_width + kv_width * (2 if own_rope else 1)  # q and k before their norm; own kernel: a copy of v
+    elif model.position == "rope" and not own_rope and config.activation_checkpointing != "selective":
+        kept = kept + q_width + kv_width
     if config.activation_checkpointing != "selective":
-        kept = kept + 2 * hidden + intermediate  # what elementwise work could rebuild: norm outputs, product
+        recomputed = config.kernels.swiglu == "recompute" and model.mlp == "swiglu"
+        kept = kept + 2 * hidden + (0 if recomputed else intermediate)  # norm outputs, product: could be rebuilt
         if config.compile == "none" and model.mlp == "swiglu":
             kept = kept + intermediate  # silu(gate)
     block = element * kept + 4 * model.num_attention_heads

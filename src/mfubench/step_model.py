@@ -19,6 +19,9 @@ from mfubench.memory import ELEMENT_BYTES, LOSS_CHUNK_BYTES, fsdp_keeps_weights
 LAST_BUCKET = 0.02  # share of a reduction whose bucket fills when the backward pass ends
 BACKWARD_OVERLAP = 0.9  # share of the backward pass that can hide communication: the first bucket fills late
 LARGE_VOCABULARY = 65_536  # from here on `loss: auto` never holds all logits
+EAGER_PASSES = (
+    3  # bytes of elementwise work without a compiler over with: 1,120 against 375 ms a step, profiled on H200s
+)
 GRADIENT_BYTES = 4  # gradients are accumulated and reduced in float32
 
 
@@ -116,6 +119,7 @@ def elementwise_bytes_by_group(config: RunConfig) -> dict[str, float]:
     dot product), embedding and loss.
 
     Fused as a compiler fuses them: each quantity read once and written once where its matmul or attention needs it.
+    What the project's own kernels do (`own_groups`) is counted as they do it (mfubench.model.fused).
     """
     m = config.model
     element = ELEMENT_BYTES[config.dtype]
@@ -125,17 +129,23 @@ def elementwise_bytes_by_group(config: RunConfig) -> dict[str, float]:
     forwards = 2 if config.activation_checkpointing != "none" else 1
 
     norm_forward = 4 * hidden  # read stream and branch, write stream and normed
-    norm_backward = 5 * hidden  # read gradient, stream, gradient of the stream; write both onward
-    rope = 2 * (q_width + kv_width) if m.position == "rope" else 0  # the same forward and backward
+    own = own_groups(config)
+    # read gradient, stream, gradient of the stream; write both onward (own kernel: one tensor for both)
+    norm_backward = (4 if "norm" in own else 5) * hidden
+    rope = rope_backward = 2 * (q_width + kv_width) if m.position == "rope" else 0
+    if "rope" in own and not rotates_gradients_in_place(config):
+        rope_backward = 2 * (q_width + 2 * kv_width)  # v's gradient is brought to its place too
     query_key_norm = 2 * (q_width + kv_width) if m.qk_norm else 0  # backward: read again, write
     output_dot = 2 * q_width  # attention backward reads output and gradient
     gated = 2 if m.mlp == "swiglu" else 1
     mlp_forward = (gated + 1) * intermediate
-    mlp_backward = (2 * gated + 2) * intermediate  # gradient and inputs; their gradients and the product again
+    # gradient and inputs; their gradients, and the product again (own kernel: only where it was not kept)
+    kept_product = "activation" in own and config.kernels.swiglu != "recompute"
+    mlp_backward = (2 * gated + (1 if kept_product else 2)) * intermediate
 
     a_layer = {
         "norm": 2 * norm_forward * forwards + 2 * norm_backward + query_key_norm,
-        "rope": rope * forwards + rope,
+        "rope": rope * forwards + rope_backward,
         "activation": mlp_forward * forwards + mlp_backward,
         "attention": output_dot,
     }
@@ -145,11 +155,29 @@ def elementwise_bytes_by_group(config: RunConfig) -> dict[str, float]:
     return groups | {"loss": loss_bytes(config)}
 
 
+def own_groups(config: RunConfig) -> set[str]:
+    """Groups of `elementwise_bytes_by_group` that the project's own kernels do."""
+    m, kernels = config.model, config.kernels
+    own = {
+        "norm": kernels.norm == "fused" and m.norm == "rmsnorm" and m.norm_position == "pre",
+        "rope": kernels.rope == "fused" and m.position == "rope",
+        "activation": kernels.swiglu in ("fused", "recompute") and m.mlp == "swiglu",
+        "loss": kernels.cross_entropy == "fused" and config.loss in ("full", "chunked"),
+    }
+    return {name for name, used in own.items() if used}
+
+
+def rotates_gradients_in_place(config: RunConfig) -> bool:
+    """Whether attention's backward pass writes one tensor, in which RoPE's then turns q and k."""
+    return config.attention == "fa4" and not config.model.qk_norm and config.activation_checkpointing != "selective"
+
+
 def loss_bytes(config: RunConfig) -> float:
     """Bytes of softmax, cross-entropy and their gradient in one micro-step."""
     element = ELEMENT_BYTES[config.dtype]
     tokens, vocab_size = config.micro_batch_size * config.seq_len, config.model.vocab_size
-    loss = tokens * element * 4 * vocab_size  # read logits for the sum, read and write for the gradient, read
+    # read logits for the sum, read and write for the gradient, read (own kernel: in place, so that nothing is left)
+    loss = tokens * element * (3 if "loss" in own_groups(config) else 4) * vocab_size
     if config.loss != "full":
         chunks = math.ceil(tokens * element * vocab_size / LOSS_CHUNK_BYTES)
         weight = vocab_size * config.model.hidden_size
@@ -158,10 +186,19 @@ def loss_bytes(config: RunConfig) -> float:
 
 
 def accumulation_bytes(config: RunConfig) -> float:
-    """Bytes a step that adding micro-batch gradients to the float32 gradient moves: the first is copied."""
+    """Bytes a step that adding micro-batch gradients to the float32 gradient moves: the first is copied.
+
+    Matmuls that accumulate write and read float32 where they would have written a product of their dtype.
+    """
     element = ELEMENT_BYTES[config.dtype]
     first, later = element + GRADIENT_BYTES, element + 2 * GRADIENT_BYTES
-    return count_parameters(config.model).total * (first + later * (config.gradient_accumulation_steps - 1))
+    counts, again = count_parameters(config.model), config.gradient_accumulation_steps - 1
+    plain = first + later * again
+    if config.kernels.weight_gradient != "accumulate":
+        return counts.total * plain
+    inside = first + later * again - 2 * element * (1 + again)
+    matmuls = counts.attention + counts.mlp + counts.lm_head
+    return matmuls * inside + (counts.total - matmuls) * plain
 
 
 def optimizer_bytes(config: RunConfig) -> float:
@@ -170,6 +207,8 @@ def optimizer_bytes(config: RunConfig) -> float:
     norm = 4  # read every gradient
     adamw = 4 * 8  # read and write gradient (scaled in place), master, both moments
     publish = 0 if config.dtype == "float32" else 4 + ELEMENT_BYTES[config.dtype]
+    if config.kernels.adamw == "fused" and config.parallelism != "fsdp":
+        adamw, publish = 4 * 7, 0 if config.dtype == "float32" else ELEMENT_BYTES[config.dtype]
     return count_parameters(config.model).total * share * (norm + adamw + publish)
 
 
@@ -249,7 +288,15 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
         changes["attention"] = "sdpa"
     elif config.attention == "auto":
         changes["attention"] = max(("cudnn", "sdpa"), key=lambda name: rates.attention[name])  # no package needed
-    return resolve_loss(config.model_copy(update=changes))
+    return resolve_loss(resolve_kernels(config.model_copy(update=changes)))
+
+
+def resolve_kernels(config: RunConfig) -> RunConfig:
+    """`auto` of the own kernels replaced by the kernel, as on a GPU that runs them all."""
+    best = {"weight_gradient": "plain" if config.parallelism == "fsdp" or config.fp8 else "accumulate"}
+    asked = config.kernels.model_dump()
+    chosen = {key: best.get(key, "fused") for key, value in asked.items() if value == "auto"}
+    return config.model_copy(update={"kernels": config.kernels.model_copy(update=chosen)})
 
 
 def resolve_loss(config: RunConfig) -> RunConfig:
@@ -264,13 +311,16 @@ def resolve_loss(config: RunConfig) -> RunConfig:
 def step_terms(config: RunConfig, rates: Rates) -> dict[str, float]:
     """Seconds of one step on one rank by term, uncorrected; the step is their sum.
 
-    Keys: matmul (matmul.fp8, matmul.float32), attention.<backend>, elementwise or elementwise_eager, optimizer,
-    communication, slowest_card, launch.
+    Keys: matmul (matmul.fp8, matmul.float32), attention.<backend>, elementwise or elementwise_eager, elementwise_own,
+    optimizer, communication, slowest_card, launch.
     """
     steps = config.gradient_accumulation_steps
     matmul = sum(one.count * matmul_seconds(one, config, rates) for one in micro_step_matmuls(config))
     attention = attention_seconds(config, rates)
-    elementwise = elementwise_bytes(config) / (rates.bandwidth_gb_s * 1e9)
+    by_group, own_names = elementwise_bytes_by_group(config), own_groups(config)
+    bandwidth = rates.bandwidth_gb_s * 1e9
+    own = sum(size for name, size in by_group.items() if name in own_names) / bandwidth
+    elementwise = sum(by_group.values()) / bandwidth
     micro_step = matmul + attention + elementwise
 
     kernels = kernel_count(config)
@@ -285,7 +335,8 @@ def step_terms(config: RunConfig, rates: Rates) -> dict[str, float]:
     return {
         f"matmul{arithmetic}": steps * matmul,
         f"attention.{config.attention}": steps * attention,
-        fused: steps * elementwise * (1 if config.compile != "none" else 2),
+        fused: steps * (elementwise - own) * (1 if config.compile != "none" else EAGER_PASSES),
+        "elementwise_own": steps * own,
         "optimizer": (accumulation_bytes(config) + optimizer_bytes(config)) / (rates.bandwidth_gb_s * 1e9),
         "communication": lost_to_communication(config, rates, micro_step / 3, micro_step * 2 / 3),
         "slowest_card": everything * slowest_of(config.world_size, rates.card_deviation),
