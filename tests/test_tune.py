@@ -14,7 +14,7 @@ from train.train_runs import write_dataset
 from typer.testing import CliRunner
 
 from mfubench.cli import app
-from mfubench.config import ConfigError
+from mfubench.config import ConfigError, KernelsConfig
 from mfubench.experiments import build_run, parse_overrides
 from mfubench.run_log import read_run_log
 from mfubench.tune.search import GAIN, LARGEST_ACCUMULATION, Search, Setting, Space, Trial
@@ -218,6 +218,15 @@ def test_a_request_that_cannot_be_met_is_refused_before_any_run(tmp_path, change
 def test_missing_data_are_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere: holds no prepared dataset"):
         check_request(make_request(tmp_path, data=tmp_path / "nowhere"))
+
+
+def test_on_cards_own_kernels_are_taken_where_they_run_unless_one_is_refused(tmp_path):
+    request = make_request(tmp_path, on_cards=True, overrides=parse_overrides(["kernels.norm=plain"]))
+    run = run_of(request, Setting("none", "none", 4, 2))
+    assert (run.kernels.norm, run.kernels.rope, run.kernels.adamw) == ("plain", "auto", "auto")
+    words = shlex.split(command(run, request))
+    assert "kernels.rope=auto" in words and "kernels.norm=plain" not in words  # which is the default
+    assert run_of(make_request(tmp_path), Setting("none", "none", 4, 2)).kernels == KernelsConfig()
 
 
 def test_trials_share_the_given_keys_and_state_the_cap(tmp_path):

@@ -16,14 +16,14 @@ import mfubench
 from mfubench.analysis.measures import measure
 from mfubench.calibration import shipped_calibration
 from mfubench.code_digest import code_digest
-from mfubench.config import ConfigError, RunConfig
+from mfubench.config import ConfigError, KernelsConfig, RunConfig
 from mfubench.experiments import Overrides, build_run, merge
 from mfubench.job import cards_for_job
 from mfubench.lease import visible_cards
 from mfubench.machine import IDENTITY, describe_machine
 from mfubench.memory import estimate_memory
 from mfubench.run_log import RunLog, read_run_log, write_json
-from mfubench.step_model import resolve_loss
+from mfubench.step_model import resolve_kernels, resolve_loss
 from mfubench.training_job import start_training
 from mfubench.tune.search import LARGEST_MICRO_BATCH, BudgetSpent, Search, Setting, Space, Trial
 
@@ -76,7 +76,7 @@ def tune(request: Request, say: Callable[[str], None] = print) -> Outcome:
     place = fingerprint()
 
     def estimate_gib(setting: Setting) -> float:
-        config = resolve_loss(run_of(request, setting))
+        config = resolve_loss(resolve_kernels(run_of(request, setting)))
         return estimate_memory(config, capacity_gib, fit=fit).total_gib
 
     def seconds_left() -> float:
@@ -175,6 +175,7 @@ def run_of(request: Request, setting: Setting) -> RunConfig:
         "seq_len": 2048 if request.on_cards else 256,
         "dtype": "bfloat16" if request.on_cards else "float32",
         "compile": "block" if request.on_cards else "none",
+        "kernels": dict.fromkeys(KernelsConfig.model_fields, "auto" if request.on_cards else "plain"),
         "max_iters": 60,
         "memory_cap_gib": request.memory_gib,
         "measurement": {
