@@ -280,7 +280,7 @@ def test_one_model_at_one_gpu_predicts_the_rest_within_five_percent():
     checks = check_predictions(observations, fit_model="llama2-1.36b", fit_gpus=1)
     assert sum(check.fitted for check in checks) == 4
     assert max(abs(check.error_fraction) for check in checks) < 0.05
-    table = format_checks(checks)
+    table = format_checks(checks, check_predictions(observations))
     assert table.count("\n") == 2 + len(checks) and "llama3-1.5b" in table
 
 
@@ -443,9 +443,13 @@ def test_pages_say_where_nothing_was_measured():
     "preset, micro_batch, gib", [("llama3-1.5b", 4, 40), ("qwen3-1.8b", 4, 51), ("llama3-2.2b", 2, 49)]
 )
 def test_memory_covers_the_first_readings(preset, micro_batch, gib):
-    """Of torchtitan 0.2.2 on one H100: float32 masters, bf16 compute, all logits, compiled blocks."""
+    """Of torchtitan 0.2.2 on one H100: float32 masters, bf16 compute, all logits, compiled blocks.
+
+    Its loss is compiled without the head's matmul: logits are handed in, so that their gradient cannot replace them.
+    """
     config = make_run_config(model=make_model(preset), micro_batch_size=micro_batch, loss="full", compile="block")
-    assert estimate(config).allocated_gib == pytest.approx(gib, rel=0.06)
+    logits_gib = 2 * micro_batch * 2048 * config.model.vocab_size / 2**30
+    assert estimate(config).allocated_gib + logits_gib == pytest.approx(gib, rel=0.06)
 
 
 def test_states_are_eighteen_bytes_a_parameter_and_sharded():

@@ -3,7 +3,7 @@
 A measured step is taken as sum over terms of factor x modelled seconds. The factors have a prior (config/
 prediction.yaml) and are fitted by regularised least squares of the relative error, so that a term no run tells
 anything about stays at its prior. The error bar is what the fit gets wrong about runs it has not seen: each run left
-out in turn, and where several models were measured each model left out in turn, whichever is worse.
+out in turn with its repeats, and where several models were measured each model left out in turn, whichever is worse.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Calibration:
     covariance: dict[tuple[str, str], float]
     runs: tuple[str, ...]
     gpus: frozenset[str]  # keys of the hardware rows it was learnt on
-    left_out_runs: float | None  # root mean square relative error of runs left out one at a time
+    left_out_runs: float | None  # root mean square relative error of runs left out one at a time, with their repeats
     left_out_models: float | None  # the same, all runs of a model left out at a time
     memory: MemoryFit = field(default_factory=MemoryFit)
     seen: frozenset[str] = frozenset()  # what the runs were, as `traits` says it
@@ -130,7 +130,7 @@ def calibrate(
         covariance=covariance,
         runs=tuple(one.name for one in observations),
         gpus=frozenset(one.gpu for one in observations),
-        left_out_runs=left_out_error([[one] for one in observations]),
+        left_out_runs=left_out_error(group_repeats(observations)),
         left_out_models=left_out_error(by_model),
         memory=fit_memory(peaks),
         seen=frozenset(trait for one in observations for trait in traits(one.config)),
@@ -161,6 +161,18 @@ def fit_factors(observations: Sequence[Observation]) -> tuple[dict[str, float], 
 def predicted_seconds(observation: Observation, factors: dict[str, float]) -> float:
     beliefs = load_beliefs()
     return sum(factors.get(term, prior(beliefs, term)[0]) * seconds for term, seconds in observation.terms.items())
+
+
+def group_repeats(observations: Sequence[Observation]) -> list[list[Observation]]:
+    """The runs, those together that the model cannot tell apart."""
+    groups: list[list[Observation]] = []
+    for one in observations:
+        found = next((group for group in groups if one.repeats(group[0])), None)
+        if found is None:
+            groups.append([one])
+        else:
+            found.append(one)
+    return groups
 
 
 def left_out_error(groups: Sequence[Sequence[Observation]]) -> float | None:

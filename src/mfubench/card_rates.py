@@ -86,6 +86,7 @@ class Rates:
     contention: float
     card_deviation: float
     measured: tuple[str, ...] = ()  # which of these come from measured ceilings of this kind of card
+    related: str | None = None  # card with the same chip whose ceilings scale these
 
     def attention_tflops(self, backend: str) -> float:
         """`auto` is the fastest there is."""
@@ -180,13 +181,47 @@ def arithmetic_tflops(row: HardwareRow, peak_tflops: float, beliefs: Beliefs, el
 def card_rates(
     gpu: str, config: RunConfig, ceilings: Sequence[Ceilings] = (), network_gb_s: float | None = None
 ) -> Rates:
-    """Rates of a card: the datasheet's fractions, replaced by what was measured on a card of this kind."""
-    rates = datasheet_rates(gpu, config, network_gb_s)
-    key = find_gpu(gpu).key
-    for one in ceilings:
-        if one.device == "cuda" and find_gpu(one.device_name).key == key:
-            rates = measured_rates(rates, one, config)
+    """Rates of a card: the datasheet's fractions, replaced by what was measured on a card of this kind.
+
+    Where none of this kind was measured, but one with the same chip (`same_chip`), the fractions are that one's.
+    """
+    rates, row = datasheet_rates(gpu, config, network_gb_s), find_gpu(gpu)
+    measured = [(one, find_gpu(one.device_name)) for one in ceilings if one.device == "cuda"]
+    here = [one for one, other in measured if other.key == row.key]
+    for one in here:
+        rates = measured_rates(rates, one, config)
+    if here:
+        return rates
+    for one, other in measured:
+        if same_chip(row, other):
+            rates = related_rates(rates, one, config)
     return rates
+
+
+def same_chip(row: HardwareRow, other: HardwareRow) -> bool:
+    """Whether two cards compute alike, beside whatever memory: H100 and H200 SXM. Power bounds long matmuls."""
+    return (row.multiprocessors, row.dense_tflops, row.power_limit_w) == (
+        other.multiprocessors,
+        other.dense_tflops,
+        other.power_limit_w,
+    )
+
+
+def related_rates(rates: Rates, ceilings: Ceilings, config: RunConfig) -> Rates:
+    """`rates` times what a related card's ceilings are over the rates of its datasheet; links aside."""
+    alone = config.model_copy(update={"world_size": 1, "nnodes": 1})
+    expected = datasheet_rates(ceilings.device_name, alone)
+    found = measured_rates(expected, ceilings, alone)
+    return replace(
+        rates,
+        matmul_tflops=rates.matmul_tflops * found.matmul_tflops / expected.matmul_tflops,
+        operand_gb_s=rates.operand_gb_s * found.operand_gb_s / expected.operand_gb_s,
+        bandwidth_gb_s=rates.bandwidth_gb_s * found.bandwidth_gb_s / expected.bandwidth_gb_s,
+        attention={
+            name: tflops * found.attention[name] / expected.attention[name] for name, tflops in rates.attention.items()
+        },
+        related=found.gpu if found.measured else rates.related,
+    )
 
 
 def measured_rates(rates: Rates, ceilings: Ceilings, config: RunConfig) -> Rates:

@@ -17,7 +17,7 @@ from mfubench.hardware import find_gpu, is_on
 from mfubench.presets import CONFIG_DIR
 from mfubench.result_files import find_results, is_run_log, read_json
 from mfubench.run_log import RunLog, read_run_log
-from mfubench.step_model import resolve_loss, step_terms
+from mfubench.step_model import resolve_kernels, resolve_loss, step_terms
 
 REFERENCE = CONFIG_DIR.parent / "results" / "reference"  # measured studies that ship with the project
 
@@ -32,15 +32,20 @@ class Observation:
     terms: dict[str, float]  # seconds
     step_s: float  # median of the measured steps
 
+    def repeats(self, other: Observation) -> bool:
+        """Whether the model cannot tell the two runs apart: one says of the other what no prediction knows."""
+        return self.gpu == other.gpu and self.terms == other.terms
+
 
 @dataclass(frozen=True)
 class MemoryObservation:
-    """The peak that the allocator of one setting's fullest rank reserved."""
+    """What the allocator of one setting's fullest rank reserved at its peak, and what of it tensors took."""
 
     name: str
     config: RunConfig
     capacity_gib: float
     peak_reserved_gib: float
+    peak_allocated_gib: float | None = None  # searches do not record it
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ def read_memory_searches(folders: Sequence[Path]) -> tuple[list[MemoryObservatio
     for _, value in json_files(folders):
         if "trials" not in value or "largest_is_exact" not in value:
             continue
-        config = resolve_loss(MemorySearch.model_validate_json(json.dumps(value["search"])).run)
+        config = resolve_loss(resolve_kernels(MemorySearch.model_validate_json(json.dumps(value["search"])).run))
         for trial in value["trials"]:
             if trial["status"] == "ok" and trial["peak_memory_gib"] is not None:
                 size = trial["micro_batch_size"]
@@ -139,8 +144,10 @@ def observe_memory(logs: Sequence[RunLog]) -> list[MemoryObservation]:
     """Peaks of the runs that went well on GPUs."""
     observations = []
     for log in logs:
-        peaks = [memory.peak_reserved_gib for memory in log.memory if memory.peak_reserved_gib is not None]
-        if log.status == "ok" and peaks:
+        reserved = [memory.peak_reserved_gib for memory in log.memory if memory.peak_reserved_gib is not None]
+        allocated = [memory.peak_allocated_gib for memory in log.memory if memory.peak_allocated_gib is not None]
+        if log.status == "ok" and reserved:
             capacity_gib = min(gpu.memory_gib for gpu in log.environment.gpus)
-            observations.append(MemoryObservation(log.name, as_run(log), capacity_gib, max(peaks)))
+            tensors = max(allocated, default=None)
+            observations.append(MemoryObservation(log.name, as_run(log), capacity_gib, max(reserved), tensors))
     return observations

@@ -119,14 +119,15 @@ def fsdp_keeps_weights(config: RunConfig, parameters: Any, capacity_gib: float) 
 
 
 def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
-    """What the blocks keep of one token between forward and backward, bytes.
+    """What blocks and final norm keep of one token between forward and backward, bytes.
 
     A block keeps the inputs of its matmuls and of what is not linear: the residual stream before each norm and the
-    norm's output, q, k, v, the attention's output, gate, up and their product (unless it is recomputed); without a
-    compiler the activation's own output as well. RoPE and q/k-norms leave q and k twice, since v is a view of the one
-    matmul that made all three, unless RoPE overwrites them (`kernels.rope: fused`, without q/k-norms). Attention
-    kernels keep one float32 a head for the softmax, `eager` the probabilities. Selective checkpointing keeps matmul and
-    attention outputs only; full keeps a block's input and rebuilds one block at a time.
+    norm's output, q, k, v, the attention's output, gate, up and their product (unless it is recomputed); the plain
+    activation without a compiler its own output as well. RoPE and q/k-norms leave q and k twice, since v is a view of
+    the one matmul that made all three, unless RoPE overwrites them (`kernels.rope: fused`, without q/k-norms).
+    Attention kernels keep one float32 a head for the softmax, `eager` the probabilities. Selective checkpointing keeps
+    matmul and attention outputs only; full keeps a block's input and rebuilds one block at a time. The final norm keeps
+    its input, and the head the norm's output. The norms' own statistics, 4 bytes a token each, are left out.
     """
     element = ELEMENT_BYTES[config.dtype]
     hidden, intermediate = model.hidden_size, model.intermediate_size
@@ -143,33 +144,51 @@ def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
     if config.activation_checkpointing != "selective":
         recomputed = config.kernels.swiglu == "recompute" and model.mlp == "swiglu"
         kept = kept + 2 * hidden + (0 if recomputed else intermediate)  # norm outputs, product: could be rebuilt
-        if config.compile == "none" and model.mlp == "swiglu":
+        if config.compile == "none" and model.mlp == "swiglu" and config.kernels.swiglu == "plain":
             kept = kept + intermediate  # silu(gate)
     block = element * kept + 4 * model.num_attention_heads
     if config.attention == "eager":
         block = block + (element + 4) * model.num_attention_heads * config.seq_len  # probabilities, float32 softmax
 
     layers = model.num_hidden_layers
-    residual = element * hidden  # into the final norm
+    final_norm = 2 * element * hidden
     if config.activation_checkpointing == "full":
-        return layers * element * hidden + block + residual
-    return layers * block + residual
+        return layers * element * hidden + block + final_norm
+    return layers * block + final_norm
 
 
 def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
-    """Logits, their gradient and what else the loss holds, bytes.
+    """Logits and what else head and loss hold beside the activations at their fullest moment, bytes.
 
-    full: logits and gradient of all tokens, without a compiler also as float32. chunked and fused: those of a chunk,
-    and the gradients of the head (summed in float32, then cast) and of the hidden states, made in the forward pass.
+    full: the gradient takes the place of the logits, in the own kernel and in the compiler's, which owns the logits
+    (torch's donated buffers); beside it the gradient of the head's weight as its matmul writes it, unless that
+    accumulates. Neither compiled nor own: three float32 copies (log-softmax, its gradient and the loss's).
+
+    chunked and fused make the gradients in the forward pass: the weight's, a float32 sum over the chunks, and that of
+    the hidden states. Beside them stand a chunk's logits or, afterwards, both gradients as they are handed on. The last
+    chunk's tensors are held until the next one's take their place. fused (liger-kernel) takes chunks of about hidden /
+    vocabulary of the tokens.
     """
     element = ELEMENT_BYTES[config.dtype]
-    tokens = config.micro_batch_size * config.seq_len
-    logits = tokens * model.vocab_size * element
-    copies = 2 if config.compile != "none" else 2 + 2 * 4 / element
+    tokens, vocab_size = config.micro_batch_size * config.seq_len, model.vocab_size
+    logits = element * tokens * vocab_size
+    own = config.kernels.cross_entropy == "fused"
+    head = vocab_size * model.hidden_size
+    handed_on = 0 if config.kernels.weight_gradient == "accumulate" else element * head
     if config.loss == "full":
-        return copies * logits
-    head = (4 + element) * model.vocab_size * model.hidden_size
-    return copies * np.minimum(logits, LOSS_CHUNK_BYTES) + head + element * tokens * model.hidden_size
+        if own or config.compile != "none":
+            return logits + handed_on
+        return 3 * 4 * tokens * vocab_size + 0 * head
+
+    hidden_gradient = element * tokens * model.hidden_size
+    if config.loss == "fused":
+        rows = 2 ** np.ceil(np.log2(np.ceil(tokens / np.ceil(vocab_size / model.hidden_size))))
+        chunk = element * np.minimum(rows, tokens) * vocab_size
+        return 4 * head + hidden_gradient + np.maximum(chunk, element * head)
+    chunks = np.ceil(logits / LOSS_CHUNK_BYTES)
+    # logits, their gradient; without a compiler three float32 copies on the way to it
+    copies = (1 if own else 2 if config.compile != "none" else 1 + 3 * 4 / element) + np.minimum(chunks - 1, 1)
+    return 4 * head + hidden_gradient + np.maximum(copies * logits / chunks, handed_on + hidden_gradient)
 
 
 def largest_micro_batch(config: RunConfig, capacity_gib: float, fit: MemoryFit = MemoryFit()) -> int:

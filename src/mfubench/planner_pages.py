@@ -22,6 +22,7 @@ from mfubench.prediction_pages import (
     expectation_table,
     limit_table,
     measured_table,
+    peak_table,
     profile_table,
     reading_table,
     reported_table,
@@ -194,6 +195,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
     },
     "prediction.md": {
         "measured": measured_table,
+        "peaks": peak_table,
         "limits": limit_table,
         "readings": reading_table,
         "profile": profile_table,

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mfubench.calibration import Calibration, fit_factors, predicted_seconds, uncalibrated
-from mfubench.card_rates import card_rates
+from mfubench.card_rates import Rates, card_rates
 from mfubench.ceilings import Ceilings
 from mfubench.config import ModelConfig, RunConfig, parse
 from mfubench.flops import CONVENTIONS, flop_terms, flops_per_token, mfu
@@ -125,13 +125,17 @@ def predict(
         memory_capacity_gib=rates.memory_gib,
         largest_micro_batch_size=largest_micro_batch(config, rates.memory_gib, calibration.memory),
         calibrated=bool(calibration.runs),
-        basis=explain_basis(calibration, key, rates.measured, calibration.unseen(config)),
+        basis=explain_basis(calibration, key, rates, calibration.unseen(config)),
     )
 
 
-def explain_basis(calibration: Calibration, gpu_key: str, measured: Sequence[str], unseen: Sequence[str]) -> str:
+def explain_basis(calibration: Calibration, gpu_key: str, card: Rates, unseen: Sequence[str]) -> str:
     """One or two sentences for people: what a prediction stands on."""
-    rates = f"measured ceilings ({', '.join(measured)})" if measured else "fractions of the datasheet"
+    rates = "fractions of the datasheet"
+    if card.measured:
+        rates = f"measured ceilings ({', '.join(card.measured)})"
+    elif card.related:
+        rates = f"fractions of the datasheet as measured on {card.related}, the same chip"
     if not calibration.runs:
         return f"UNCALIBRATED: no measured run corrects it; rates are {rates}."
     left_out = ", ".join(
@@ -163,7 +167,7 @@ class Check:
 def check_predictions(
     observations: Sequence[Observation], fit_model: str | None = None, fit_gpus: int | None = None
 ) -> list[Check]:
-    """Predict every run from the runs of one model and number of GPUs; without either, from all runs but itself."""
+    """Predict every run from the runs of one model and number of GPUs; without either, from all but its repeats."""
 
     def is_fitted(one: Observation) -> bool:
         return fit_model in (None, one.config.model.name) and fit_gpus in (None, one.config.world_size)
@@ -171,21 +175,21 @@ def check_predictions(
     leave_one_out = fit_model is None and fit_gpus is None
     basis = [one for one in observations if is_fitted(one)]
     checks = []
-    for position, one in enumerate(observations):
-        others = [*observations[:position], *observations[position + 1 :]] if leave_one_out else basis
+    for one in observations:
+        others = [other for other in observations if not one.repeats(other)] if leave_one_out else basis
         factors = fit_factors(others)[0] if others else {}
         checks.append(Check(one, is_fitted(one) and not leave_one_out, predicted_seconds(one, factors)))
     return checks
 
 
-def format_checks(checks: Sequence[Check]) -> str:
-    """The table of predicted against measured, as Markdown."""
+def format_checks(checks: Sequence[Check], left_out: Sequence[Check]) -> str:
+    """The table of predicted against measured, as Markdown; `left_out`: the same runs, each from all the others."""
     lines = [
         "| run | card | model | GPUs | parallelism | micro-batch x accumulation | attention | measured tokens/s/GPU "
-        "| predicted | error | fitted |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| predicted | error | fitted | error when left out |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for check in checks:
+    for check, alone in zip(checks, left_out, strict=True):
         one = check.observation
         config = one.config
         tokens = config.tokens_per_step / config.world_size
@@ -193,6 +197,7 @@ def format_checks(checks: Sequence[Check]) -> str:
             f"| {one.name} | {one.gpu} | {config.model.name} | {config.world_size} | {config.parallelism} "
             f"| {config.micro_batch_size} x {config.gradient_accumulation_steps} | {config.attention} "
             f"| {tokens / one.step_s:,.0f} | {tokens / check.predicted_step_s:,.0f} "
-            f"| {100 * check.error_fraction:+.1f} % | {'yes' if check.fitted else 'no'} |"
+            f"| {100 * check.error_fraction:+.1f} % | {'yes' if check.fitted else 'no'} "
+            f"| {100 * alone.error_fraction:+.1f} % |"
         )
     return "\n".join(lines) + "\n"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mfubench import measured_runs
 from mfubench.analysis.expectations import Expectation, Expectations, load_expectations
-from mfubench.calibration import fit_memory
+from mfubench.calibration import fit_factors, fit_memory, predicted_seconds
+from mfubench.config import KernelsConfig
 from mfubench.flops import flop_terms, flops_per_token, mfu
 from mfubench.hardware import peak_for
-from mfubench.memory import largest_micro_batch
+from mfubench.memory import estimate_memory, largest_micro_batch
 from mfubench.predict import Prediction, check_predictions, format_checks, plan_run, predict
 from mfubench.presets import load_model
 
@@ -126,11 +129,65 @@ def measured_table() -> str:
         return "No measured study ships yet: every prediction on this page is uncalibrated."
     observations = measured_runs.observe(measured_runs.read_runs(folders), measured_runs.read_all_ceilings(folders))
     checks = check_predictions(observations, fit_model="llama2-1.36b", fit_gpus=1)
+    left_out = check_predictions(observations)
     unseen = [abs(check.error_fraction) for check in checks if not check.fitted]
     summary = f"{sum(error <= 0.05 for error in unseen)} of {len(unseen)} runs that were not fitted lie within 5 %."
     if not unseen:
         summary = "All of these runs were fitted: nothing here tells how far off a prediction of others would be."
-    return f"{format_checks(checks)}\n{summary}"
+    off = [abs(check.error_fraction) for check in left_out]
+    within = sum(error <= 0.05 for error in off)
+    summary += f" Left out one at a time: {within} of {len(off)}, {100 * rms(off):.1f} % root mean square."
+    summary += unseen_kernels(observations)
+    return f"{format_checks(checks, left_out)}\n{summary}"
+
+
+def unseen_kernels(observations: Sequence[measured_runs.Observation]) -> str:
+    """How far off runs with own kernels on one GPU are when only those without were fitted; empty without either."""
+    single = [one for one in observations if one.config.world_size == 1]
+    plain = [one for one in single if one.config.kernels == KernelsConfig()]
+    own = [one for one in single if one.config.kernels != KernelsConfig()]
+    if not plain or not own:
+        return ""
+    factors, _ = fit_factors(plain)
+    errors = {one.name: one.step_s / predicted_seconds(one, factors) - 1 for one in own}
+    worst = max(errors, key=lambda name: abs(errors[name]))
+    within = sum(abs(error) <= 0.05 for error in errors.values())
+    return (
+        f"\nFitted on the {len(plain)} runs on one GPU without own kernels alone: {within} of the {len(own)} with them "
+        f"lie within 5 %; furthest off is {worst}, {100 * errors[worst]:+.1f} %."
+    )
+
+
+def rms(values: Sequence[float]) -> float:
+    return math.sqrt(math.fsum(value**2 for value in values) / len(values))
+
+
+def peak_table() -> str:
+    """Measured peaks beside what is counted of tensors, and beside what the other peaks say would be reserved."""
+    folders = [measured_runs.REFERENCE]
+    if not measured_runs.REFERENCE.is_dir() or not measured_runs.hold_runs(folders):
+        return "No measured peak ships yet."
+    peaks = measured_runs.observe_memory(measured_runs.read_runs(folders))
+    lines = [
+        "| run | card's GiB | GPUs | micro-batch | counted, GiB | allocated | error | predicted, GiB, left out "
+        "| reserved | error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for position, one in enumerate(peaks):
+        fit = fit_memory([*peaks[:position], *peaks[position + 1 :]])
+        counted = estimate_memory(one.config, one.capacity_gib).allocated_gib
+        expected = estimate_memory(one.config, one.capacity_gib, fit=fit)
+        reserved = expected.allocated_gib + expected.reserve
+        allocated, off = "–", "–"
+        if one.peak_allocated_gib is not None:
+            allocated = f"{one.peak_allocated_gib:.2f}"
+            off = f"{100 * (counted / one.peak_allocated_gib - 1):+.1f} %"
+        lines.append(
+            f"| {one.name} | {one.capacity_gib:.0f} | {one.config.world_size} | {one.config.micro_batch_size} "
+            f"| {counted:.2f} | {allocated} | {off} | {reserved:.2f} | {one.peak_reserved_gib:.2f} "
+            f"| {100 * (reserved / one.peak_reserved_gib - 1):+.1f} % |"
+        )
+    return "\n".join(lines)
 
 
 def limit_table() -> str:

@@ -19,9 +19,11 @@ from mfubench.memory import ELEMENT_BYTES, LOSS_CHUNK_BYTES, fsdp_keeps_weights
 LAST_BUCKET = 0.02  # share of a reduction whose bucket fills when the backward pass ends
 BACKWARD_OVERLAP = 0.9  # share of the backward pass that can hide communication: the first bucket fills late
 LARGE_VOCABULARY = 65_536  # from here on `loss: auto` never holds all logits
-EAGER_PASSES = (
-    3  # bytes of elementwise work without a compiler over with: 1,120 against 375 ms a step, profiled on H200s
-)
+# Bytes of elementwise work with a kernel an operator over those of fused work, counted operator by operator. Norm:
+# forward 10 H (norm, addition), backward 16 H (two gradients, addition) instead of 18 H together. RoPE in float32:
+# forward 48 a rotated element (casts, 4 products, 2 sums, concatenation), backward 66 instead of 4 + 6. SwiGLU: forward
+# 10 I, backward 26 I instead of 16 I. Softmax: 36 a logit (casts, log-softmax, its gradient) instead of 8.
+EAGER_PASSES = {"norm": 1.44, "rope": 11.4, "activation": 2.25, "loss": 4.5}
 GRADIENT_BYTES = 4  # gradients are accumulated and reduced in float32
 
 
@@ -128,20 +130,26 @@ def elementwise_bytes_by_group(config: RunConfig) -> dict[str, float]:
     q_width, kv_width = m.num_attention_heads * m.head_dim, m.num_key_value_heads * m.head_dim
     forwards = 2 if config.activation_checkpointing != "none" else 1
 
-    norm_forward = 4 * hidden  # read stream and branch, write stream and normed
     own = own_groups(config)
+    norm_forward = 4 * hidden  # read stream and branch, write stream and normed
     # read gradient, stream, gradient of the stream; write both onward (own kernel: one tensor for both)
     norm_backward = (4 if "norm" in own else 5) * hidden
-    rope = rope_backward = 2 * (q_width + kv_width) if m.position == "rope" else 0
-    if "rope" in own and not rotates_gradients_in_place(config):
-        rope_backward = 2 * (q_width + 2 * kv_width)  # v's gradient is brought to its place too
-    query_key_norm = 2 * (q_width + kv_width) if m.qk_norm else 0  # backward: read again, write
+    # q and k; backward the gradient of v too, which takes its place beside theirs. Own kernel: v as well where it does
+    # not overwrite its input, and all but v alone where it overwrites the gradients.
+    rotated, with_value = 2 * (q_width + kv_width), 2 * (q_width + 2 * kv_width)
+    rope, rope_backward = (rotated, with_value) if m.position == "rope" else (0, 0)
+    query_key_norm = rotated if m.qk_norm else 0  # backward: read again, write
+    if "rope" in own:
+        rope = rotated if rotates_in_place(config) else with_value
+        rope_backward = rotated if rotates_gradients_in_place(config) else with_value
+        rope_backward += with_value // 2 if m.qk_norm else 0  # reads what the norm read, and writes once
+        query_key_norm = 0
     output_dot = 2 * q_width  # attention backward reads output and gradient
     gated = 2 if m.mlp == "swiglu" else 1
     mlp_forward = (gated + 1) * intermediate
-    # gradient and inputs; their gradients, and the product again (own kernel: only where it was not kept)
-    kept_product = "activation" in own and config.kernels.swiglu != "recompute"
-    mlp_backward = (2 * gated + (1 if kept_product else 2)) * intermediate
+    # gradient and inputs, and their gradients; the product again where it was not kept
+    recomputed = "activation" in own and config.kernels.swiglu == "recompute"
+    mlp_backward = (2 * gated + (2 if recomputed else 1)) * intermediate
 
     a_layer = {
         "norm": 2 * norm_forward * forwards + 2 * norm_backward + query_key_norm,
@@ -167,9 +175,22 @@ def own_groups(config: RunConfig) -> set[str]:
     return {name for name, used in own.items() if used}
 
 
+def eager_passes(group: str, config: RunConfig) -> float:
+    """Bytes that a group's operators move over those of fused work: 1 where compiled, or one operator anyway."""
+    one_operator = (group == "activation" and config.model.mlp != "swiglu") or (
+        group == "loss" and config.loss == "fused"
+    )
+    return 1.0 if config.compile != "none" or one_operator else EAGER_PASSES.get(group, 1.0)
+
+
+def rotates_in_place(config: RunConfig) -> bool:
+    """Whether the own RoPE turns q and k where their matmul wrote them: nobody else may need that output."""
+    return not (config.model.qk_norm or config.fp8 or config.activation_checkpointing == "selective")
+
+
 def rotates_gradients_in_place(config: RunConfig) -> bool:
-    """Whether attention's backward pass writes one tensor, in which RoPE's then turns q and k."""
-    return config.attention == "fa4" and not config.model.qk_norm and config.activation_checkpointing != "selective"
+    """Whether attention's backward pass writes one tensor, in which the own RoPE's then turns q and k."""
+    return config.attention == "fa4" and rotates_in_place(config)
 
 
 def loss_bytes(config: RunConfig) -> float:
@@ -188,17 +209,27 @@ def loss_bytes(config: RunConfig) -> float:
 def accumulation_bytes(config: RunConfig) -> float:
     """Bytes a step that adding micro-batch gradients to the float32 gradient moves: the first is copied.
 
-    Matmuls that accumulate write and read float32 where they would have written a product of their dtype.
+    Gradients that matmuls accumulate themselves are not among them (`epilogue_bytes`).
     """
-    element = ELEMENT_BYTES[config.dtype]
-    first, later = element + GRADIENT_BYTES, element + 2 * GRADIENT_BYTES
-    counts, again = count_parameters(config.model), config.gradient_accumulation_steps - 1
-    plain = first + later * again
+    element, again = ELEMENT_BYTES[config.dtype], config.gradient_accumulation_steps - 1
+    counts = count_parameters(config.model)
+    added = counts.total
+    if config.kernels.weight_gradient == "accumulate":
+        added -= counts.attention + counts.mlp + counts.lm_head
+    return added * (element + GRADIENT_BYTES + (element + 2 * GRADIENT_BYTES) * again)
+
+
+def epilogue_bytes(config: RunConfig) -> float:
+    """Bytes a step that accumulating matmuls move beyond a product of their dtype.
+
+    They write float32, and read it first in all micro-steps but one.
+    """
     if config.kernels.weight_gradient != "accumulate":
-        return counts.total * plain
-    inside = first + later * again - 2 * element * (1 + again)
-    matmuls = counts.attention + counts.mlp + counts.lm_head
-    return matmuls * inside + (counts.total - matmuls) * plain
+        return 0.0
+    element, micro_steps = ELEMENT_BYTES[config.dtype], config.gradient_accumulation_steps
+    counts = count_parameters(config.model)
+    beyond = (GRADIENT_BYTES - element) * micro_steps + GRADIENT_BYTES * (micro_steps - 1)
+    return float((counts.attention + counts.mlp + counts.lm_head) * beyond)
 
 
 def optimizer_bytes(config: RunConfig) -> float:
@@ -293,18 +324,25 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
 
 def resolve_kernels(config: RunConfig) -> RunConfig:
     """`auto` of the own kernels replaced by the kernel, as on a GPU that runs them all."""
-    best = {"weight_gradient": "plain" if config.parallelism == "fsdp" or config.fp8 else "accumulate"}
+    captured = config.compile != "none" and config.compile_mode == "reduce-overhead"
+    sharded = config.parallelism == "fsdp"
+    best = {
+        "cross_entropy": "plain" if config.loss == "fused" else "fused",
+        "weight_gradient": "plain" if sharded or captured or config.fp8 else "accumulate",
+        "adamw": "plain" if sharded else "fused",
+    }
     asked = config.kernels.model_dump()
     chosen = {key: best.get(key, "fused") for key, value in asked.items() if value == "auto"}
     return config.model_copy(update={"kernels": config.kernels.model_copy(update=chosen)})
 
 
 def resolve_loss(config: RunConfig) -> RunConfig:
-    """`loss: auto` replaced by what suits vocabulary and compiler on a GPU."""
+    """`loss: auto` replaced by what suits vocabulary, compiler and cross-entropy on a GPU."""
     if config.loss != "auto":
         return config
     large = config.model.vocab_size >= LARGE_VOCABULARY
-    loss = "chunked" if large else "full" if config.compile != "none" else "fused"
+    one_pass = config.compile != "none" or config.kernels.cross_entropy == "fused"
+    loss = "chunked" if large else "full" if one_pass else "fused"
     return config.model_copy(update={"loss": loss})
 
 
@@ -319,9 +357,11 @@ def step_terms(config: RunConfig, rates: Rates) -> dict[str, float]:
     attention = attention_seconds(config, rates)
     by_group, own_names = elementwise_bytes_by_group(config), own_groups(config)
     bandwidth = rates.bandwidth_gb_s * 1e9
+    epilogues = epilogue_bytes(config) / bandwidth
+    passes = {name: eager_passes(name, config) for name in by_group}
     own = sum(size for name, size in by_group.items() if name in own_names) / bandwidth
-    elementwise = sum(by_group.values()) / bandwidth
-    micro_step = matmul + attention + elementwise
+    others = sum(passes[name] * size for name, size in by_group.items() if name not in own_names) / bandwidth
+    micro_step = matmul + attention + own + others
 
     kernels = kernel_count(config)
     graph = config.cuda_graphs or (config.compile_mode == "reduce-overhead" and config.compile != "none")
@@ -333,11 +373,11 @@ def step_terms(config: RunConfig, rates: Rates) -> dict[str, float]:
     fused = "elementwise" if config.compile != "none" else "elementwise_eager"
     arithmetic = ".fp8" if config.fp8 else ".float32" if config.dtype == "float32" else ""
     return {
-        f"matmul{arithmetic}": steps * matmul,
+        f"matmul{arithmetic}": steps * matmul + epilogues,
         f"attention.{config.attention}": steps * attention,
-        fused: steps * (elementwise - own) * (1 if config.compile != "none" else EAGER_PASSES),
+        fused: steps * others,
         "elementwise_own": steps * own,
-        "optimizer": (accumulation_bytes(config) + optimizer_bytes(config)) / (rates.bandwidth_gb_s * 1e9),
+        "optimizer": (accumulation_bytes(config) + optimizer_bytes(config)) / bandwidth,
         "communication": lost_to_communication(config, rates, micro_step / 3, micro_step * 2 / 3),
         "slowest_card": everything * slowest_of(config.world_size, rates.card_deviation),
         "launch": launch,
