@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from analysis.example_study import make_gpu_log, write_gpu_study
 
+from mfubench.analysis.findings import Findings
 from mfubench.analysis.report import main, write_report
-from mfubench.analysis.report.render import inline_html, markdown_cell
+from mfubench.analysis.report.render import inline_html, markdown_cell, sections_of
 from mfubench.run_log import write_json, write_run_log
 
 pytestmark = pytest.mark.slow  # each report draws nine figures twice
@@ -80,7 +81,13 @@ def page_of(study: Path, partial: bool = False) -> Page:
 @pytest.fixture(scope="module")
 def written(gpu_study: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    arguments = ["--study-dir", str(gpu_study), "--html", str(folder / "report.html")]
+    study = shutil.copytree(gpu_study, folder / "study")
+    (study / "figures").mkdir()
+    for section in sections_of(Findings.of(study)):
+        for block in section.blocks:
+            if block.kind == "figure":
+                (study / "figures" / f"{block.name}.png").touch()
+    arguments = ["--study-dir", str(study), "--html", str(folder / "report.html")]
     arguments += ["--markdown", str(folder / "report.md"), "--summary", str(folder / "summary.json")]
     assert main(arguments) == 0
     return folder
@@ -175,6 +182,12 @@ def test_partial_shows_what_exists_what_failed_and_why(changed_study: Path):
     assert page.headings == ORDER
     assert "rank 5: NCCL timeout <x>" in page.words
     assert "has not been run" in page.words
+
+
+def test_markdown_links_no_picture_that_is_not_there(changed_study: Path):
+    page_of(changed_study)
+    text = (changed_study / "report.md").read_text(encoding="utf-8")
+    assert "![" not in text and text.count("(The picture is in the HTML report.)") == FIGURES
 
 
 def test_partial_before_the_first_run(changed_study: Path):

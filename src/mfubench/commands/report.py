@@ -25,4 +25,8 @@ def report(
     html = output or study / "report.html"
     write_report(study, html, html.with_suffix(".md"), html.parent / "summary.json", partial=partial)
     write_tables(study, html.parent / "tables", partial=partial)
+    if not (study / "study.json").exists():
+        typer.echo(
+            f"{study}/study.json is missing: cases that never ran and effects are not in it; snakemake makes it anew"
+        )
     typer.echo(f"report: {html}")

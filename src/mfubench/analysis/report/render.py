@@ -154,9 +154,10 @@ def data_uri(image: bytes) -> str:
 
 
 def render_markdown(sections: list[Section], facts: dict[str, Any], figures: Path, folder: Path) -> str:
-    """The same in Markdown; pictures are those under figures/, by a path relative to the document."""
-    figures_folder = os.path.relpath(figures, folder)
-    text = templates().get_template("report.md.j2").render(sections=sections, facts=facts, figures=figures_folder)
+    """The same in Markdown; pictures are those that the workflow has drawn, by a path relative to the document."""
+    drawn = {path.stem for path in figures.glob("*.png")}
+    template = templates().get_template("report.md.j2")
+    text = template.render(sections=sections, facts=facts, figures=os.path.relpath(figures, folder), drawn=drawn)
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
