@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mfubench.config import ConfigError, ModelConfig, OptimizerConfig
-from mfubench.model.components import rope_tables
 from mfubench.model.loss import chunk_size
-from mfubench.model.operations import LOADERS, PLAIN, Operations, not_in
+from mfubench.model.operations import LOADERS, PLAIN, not_in, trial
 from mfubench.presets import load_model
 from mfubench.run_log import write_text_atomically
 
@@ -77,48 +76,26 @@ class Clock:
         return {"median": median, "q1": q1, "q3": q3}
 
 
-def works(model: ModelConfig, tokens: int, seq_len: int, device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
-    """The kernels that a model has work for, with inputs of `tokens` tokens in sequences of `seq_len`."""
-    H, inner, D, E = model.hidden_size, model.intermediate_size, model.head_dim, dtype.itemsize
+def works(model: ModelConfig, sequences: int, seq_len: int, device: torch.device, dtype: torch.dtype) -> Iterator[Work]:
+    """The kernels that a model has work for, on `sequences` sequences of `seq_len` tokens."""
+    tokens, E = sequences * seq_len, dtype.itemsize
     queries, keys = model.num_attention_heads, model.num_key_value_heads
+    everything = (queries + 2 * keys) * model.head_dim
+    rotated = (queries + keys) * model.head_dim
+    widths = {  # elements a token that cross the bus, forward and backward
+        "swiglu": (3 * model.intermediate_size, 5 * model.intermediate_size),
+        "norm": (4 * model.hidden_size, 4 * model.hidden_size),
+        # without norms in place: values stay where they are
+        "rope": (2 * everything, 3 * everything) if model.qk_norm else (2 * rotated, 2 * everything),
+    }
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype)
 
-    if not_in(model, "swiglu") is None:
-        yield Work(
-            "swiglu",
-            [draw(tokens, 2 * inner)],
-            lambda operations, gate_up: (operations.swiglu(gate_up),),
-            3 * tokens * inner * E,
-            5 * tokens * inner * E,
-        )
-    if not_in(model, "norm") is None:
-
-        def add_and_norm(operations: Operations, x: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-            if operations.add_norm is not None:
-                return operations.add_norm(x, update, weight, model.rms_norm_eps)
-            total = x + update
-            return total, F.rms_norm(total, (H,), weight, model.rms_norm_eps)
-
-        traffic = 4 * tokens * H * E
-        yield Work("norm", [draw(tokens, H), draw(tokens, H), draw(H)], add_and_norm, traffic, traffic)
-    if not_in(model, "rope") is None:
-        cos, sin = rope_tables(seq_len, D, model.rope_theta, device)
-
-        def split(operations: Operations, qkv: Tensor, *norms: Tensor) -> tuple[Tensor, ...]:
-            return operations.split_heads(qkv, cos, sin, *(norms or (None, None)), model.rms_norm_eps, queries, keys)
-
-        everything, rotated = queries + 2 * keys, queries + keys
-        forward_heads = everything if model.qk_norm else rotated  # in place: values stay where they are
-        norms = [draw(D), draw(D)] if model.qk_norm else []
-        yield Work(
-            "rope",
-            [draw(tokens // seq_len, seq_len, everything * D), *norms],
-            split,
-            2 * tokens * forward_heads * D * E,
-            (3 if model.qk_norm else 2) * tokens * everything * D * E,
-        )
+    for kind, (forward, backward) in widths.items():
+        if not_in(model, kind) is None:
+            inputs, run = trial(kind, model, draw, device, sequences, seq_len)
+            yield Work(kind, inputs, run, tokens * E * forward, tokens * E * backward)
 
 
 def forward_and_backward(work: Work, form: Callable[..., tuple[Tensor, ...]], clock: Clock) -> dict[str, dict]:
@@ -274,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{card}, {model.name}, {tokens:,} tokens, torch {torch.__version__}; copy {copy_rate / 1e9:,.0f} GB/s")
     rows = []
-    for work in works(model, tokens, arguments.seq_len, device, torch.bfloat16):
+    for work in works(model, arguments.micro_batch_size, arguments.seq_len, device, torch.bfloat16):
         for found in vary(work, clock, copy_rate) if arguments.constants else compare(work, clock, copy_rate):
             show(found)
             rows.append(found)

@@ -17,7 +17,7 @@ from mfubench.hardware import find_gpu, is_on
 from mfubench.presets import CONFIG_DIR
 from mfubench.result_files import find_results, is_run_log, read_json
 from mfubench.run_log import RunLog, read_run_log
-from mfubench.step_model import resolve_kernels, resolve_loss, step_terms
+from mfubench.step_model import resolve_auto, step_terms
 
 REFERENCE = CONFIG_DIR.parent / "results" / "reference"  # measured studies that ship with the project
 
@@ -100,7 +100,7 @@ def read_memory_searches(folders: Sequence[Path]) -> tuple[list[MemoryObservatio
     for _, value in json_files(folders):
         if "trials" not in value or "largest_is_exact" not in value:
             continue
-        config = resolve_loss(resolve_kernels(MemorySearch.model_validate_json(json.dumps(value["search"])).run))
+        config = resolve_auto(MemorySearch.model_validate_json(json.dumps(value["search"])).run)
         for trial in value["trials"]:
             if trial["status"] == "ok" and trial["peak_memory_gib"] is not None:
                 size = trial["micro_batch_size"]

@@ -319,7 +319,12 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
         changes["attention"] = "sdpa"
     elif config.attention == "auto":
         changes["attention"] = max(("cudnn", "sdpa"), key=lambda name: rates.attention[name])  # no package needed
-    return resolve_loss(resolve_kernels(config.model_copy(update=changes)))
+    return resolve_auto(config.model_copy(update=changes))
+
+
+def resolve_auto(config: RunConfig) -> RunConfig:
+    """Own kernels and loss of `auto` as on a GPU that runs them all; attention aside, which depends on the card."""
+    return resolve_loss(resolve_kernels(config))
 
 
 def resolve_kernels(config: RunConfig) -> RunConfig:

@@ -113,18 +113,16 @@ def chunked_cross_entropy(
     for start in range(0, hidden.shape[0], size):
         rows = slice(start, start + size)
         logits = F.linear(hidden[rows], padded)  # [rows, V']
-        if gradients and fused:
-            total += loss_and_gradient_in_place(logits, labels[rows], weight.shape[0])
-            torch.mm(logits, padded, out=grad_hidden[rows])
-            add_product(grad_weight, logits.t(), hidden[rows])
-            continue
         logits[:, weight.shape[0] :] = -torch.inf
         if not gradients:
             total += F.cross_entropy(logits.float(), labels[rows], reduction="sum")
             continue
-        loss, grad_logits, grad_at_label = softmax_step(logits, labels[rows])
+        if fused:
+            loss, grad_logits = loss_and_gradient_in_place(logits, labels[rows], weight.shape[0]), logits
+        else:
+            loss, grad_logits, grad_at_label = softmax_step(logits, labels[rows])
+            grad_logits.scatter_(1, labels[rows, None], grad_at_label)
         total += loss
-        grad_logits.scatter_(1, labels[rows, None], grad_at_label)
         torch.mm(grad_logits, padded, out=grad_hidden[rows])
         add_product(grad_weight, grad_logits.t(), hidden[rows])
     return total / hidden.shape[0], grad_hidden, grad_weight[: weight.shape[0]]

@@ -153,7 +153,8 @@ def capture(training: Training, step: TrainStep, inputs: Tensor, labels: Tensor)
         except RuntimeError as error:
             if classify(error) == "oom":
                 raise
-            problem = f"the capture failed: {str(first_cause(error)).splitlines()[0]}"
+            first = error.__context__ or error  # the end of a broken capture complains once more, of less
+            problem = f"the capture failed: {(str(first) or repr(first)).splitlines()[0]}"
         failed = training.process.maximum([int(graphed is None)]) == [1]
     if graphed is not None and not failed:
         return graphed
@@ -161,13 +162,6 @@ def capture(training: Training, step: TrainStep, inputs: Tensor, labels: Tensor)
     if (reason := training.resolved.missing(training.config)) is not None:
         raise Skip(reason)
     return step
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The error that others followed from: the end of a broken capture complains once more, of less."""
-    while (earlier := error.__cause__ or error.__context__) is not None:
-        error = earlier
-    return error
 
 
 def evaluate_now(training: Training, done: int) -> None:

@@ -23,7 +23,7 @@ from mfubench.lease import visible_cards
 from mfubench.machine import IDENTITY, describe_machine
 from mfubench.memory import estimate_memory
 from mfubench.run_log import RunLog, read_run_log, write_json
-from mfubench.step_model import resolve_kernels, resolve_loss
+from mfubench.step_model import resolve_auto
 from mfubench.training_job import start_training
 from mfubench.tune.search import LARGEST_MICRO_BATCH, BudgetSpent, Search, Setting, Space, Trial
 
@@ -76,7 +76,7 @@ def tune(request: Request, say: Callable[[str], None] = print) -> Outcome:
     place = fingerprint()
 
     def estimate_gib(setting: Setting) -> float:
-        config = resolve_loss(resolve_kernels(run_of(request, setting)))
+        config = resolve_auto(run_of(request, setting))
         return estimate_memory(config, capacity_gib, fit=fit).total_gib
 
     def seconds_left() -> float:
