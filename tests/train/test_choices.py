@@ -12,9 +12,10 @@ import torch
 from train.train_runs import losses, run_here, tiny_config
 
 from mfubench.config import ConfigError
+from mfubench.model import loss as loss_forms
 from mfubench.run_log import Step
 from mfubench.train import choices, loop, training
-from mfubench.train.choices import resolve
+from mfubench.train.choices import resolve, resolve_loss_and_cross_entropy
 from mfubench.train.optimizer import Optimizer
 from mfubench.train.process import Process, choose_device
 from mfubench.train.setup import build_engine, inductor_cache
@@ -37,6 +38,40 @@ def test_every_fallback_has_its_reason():
     fp8 = resolve(tiny_config(dtype="bfloat16", fp8=True), ALONE).used["fp8"]
     assert (fp8.requested, fp8.used) == ("true", "false")
     assert "8.9" in fp8.reason
+
+
+@pytest.mark.parametrize(
+    "asked, liger, runs, loss, cross_entropy, reason",
+    [
+        ("fused", True, True, "fused", "plain", "loss: fused has a cross-entropy of its own"),
+        ("fused", False, True, "chunked", "fused", None),
+        ("fused", False, False, "chunked", "plain", "gives wrong results here"),
+        ("auto", True, True, "full", "fused", None),  # in one kernel: not liger's
+        ("auto", True, False, "fused", "plain", "gives wrong results here"),
+    ],
+)
+def test_the_own_cross_entropy_goes_by_the_loss_that_runs(monkeypatch, asked, liger, runs, loss, cross_entropy, reason):
+    """As on a card, not compiled; with or without liger-kernel, and a try of the own kernel that agrees or not."""
+    found = (lambda hidden, weight, labels: hidden.sum(), "") if liger else (None, "needs liger-kernel")
+    monkeypatch.setattr(loss_forms, "try_fused", lambda device, capturable: found)
+    monkeypatch.setattr(choices, "try_fused_cross_entropy", lambda device, dtype: runs)
+    config = tiny_config(loss=asked, kernels={"cross_entropy": "fused"})
+    card = torch.device("cuda")
+    function, chosen, own = resolve_loss_and_cross_entropy(
+        config, card, torch.bfloat16, compile_backend=None, capturable=False
+    )
+    assert (chosen.requested, chosen.used) == (asked, loss)
+    assert (own.requested, own.used, own.reason) == ("fused", cross_entropy, reason)
+    if loss == "chunked":
+        assert chosen.reason == "fused needs liger-kernel" and function.keywords["fused"] is (cross_entropy == "fused")
+    if loss == "fused":
+        assert function is found[0]
+
+
+def test_without_cuda_no_loss_is_blamed_for_the_plain_cross_entropy():
+    used = resolve(tiny_config(loss="fused", kernels={"cross_entropy": "fused"}), ALONE).used
+    assert (used["loss"].used, used["cross_entropy"].used) == ("chunked", "plain")
+    assert used["cross_entropy"].reason == "Triton's kernels need a CUDA device, not cpu"
 
 
 def test_compile_without_a_compiler_falls_back_and_says_so(monkeypatch):

@@ -86,14 +86,12 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
 
     attention, attention_choice = attention_of(config.attention)
     contrast = attention_of(config.contrast_attention)[1] if config.contrast_attention else None
-    cross_entropy = resolve_cross_entropy(config, device, DTYPES[dtype.used])
-    loss, loss_choice = resolve_loss(
-        config.loss,
-        device=device,
-        vocab_size=model.vocab_size,
+    loss, loss_choice, cross_entropy = resolve_loss_and_cross_entropy(
+        config,
+        device,
+        DTYPES[dtype.used],
         compile_backend=config.compile_backend if compiled.used != "none" else None,
         capturable=cuda_graphs.used == "true",
-        fused_cross_entropy=cross_entropy.used == "fused",
     )
     # selective checkpointing keeps what matmuls have written; float8's outputs are views, which nothing may overwrite
     in_place = config.activation_checkpointing != "selective" and fp8.used == "false"
@@ -208,11 +206,39 @@ def resolve_weight_gradient(
     return either(wanted, "accumulate", obstacle)
 
 
-def resolve_cross_entropy(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Choice:
-    obstacle = None
+def resolve_loss_and_cross_entropy(
+    config: RunConfig, device: torch.device, dtype: torch.dtype, *, compile_backend: str | None, capturable: bool
+) -> tuple[Function, Choice, Choice]:
+    """The loss function, its choice and that of the own cross-entropy, each of which may decide about the other.
+
+    A fused loss has a cross-entropy of its own, so that none else is tried; where it is not to be had, the loss that
+    takes its place can have the own one. Any other loss is resolved after it: `auto` goes by whether it runs.
+    """
+
+    def loss_of(fused_cross_entropy: bool) -> tuple[Function, Choice]:
+        return resolve_loss(
+            config.loss,
+            device=device,
+            vocab_size=config.model.vocab_size,
+            compile_backend=compile_backend,
+            capturable=capturable,
+            fused_cross_entropy=fused_cross_entropy,
+        )
+
     if config.loss == "fused":
-        obstacle = "loss: fused has a cross-entropy of its own"
-    elif device.type != "cuda":
+        loss, choice = loss_of(fused_cross_entropy=False)
+        if choice.used == "fused":
+            taken = "loss: fused has a cross-entropy of its own"
+            return loss, choice, either(config.kernels.cross_entropy, "fused", taken)
+    cross_entropy = resolve_cross_entropy(config, device, dtype)
+    loss, choice = loss_of(fused_cross_entropy=cross_entropy.used == "fused")
+    return loss, choice, cross_entropy
+
+
+def resolve_cross_entropy(config: RunConfig, device: torch.device, dtype: torch.dtype) -> Choice:
+    """For a loss without a cross-entropy of its own."""
+    obstacle = None
+    if device.type != "cuda":
         obstacle = f"Triton's kernels need a CUDA device, not {device.type}"
     elif config.kernels.cross_entropy != "plain":
         obstacle = failure_of(lambda: try_fused_cross_entropy(device, dtype))
