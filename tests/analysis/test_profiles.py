@@ -12,7 +12,7 @@ from factories import make_run_config
 
 from mfubench.analysis.figures.waterfall import bars_of
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.ideal import memory_traffic
+from mfubench.analysis.ideal import Ideals, ideals_of, memory_traffic
 from mfubench.analysis.profiled_matmuls import profiled_matmuls
 from mfubench.analysis.profiles import Profiled, fold_unnamed, rows_of
 from mfubench.analysis.report.profile_section import headline_blocks, next_sentence, profile_section
@@ -20,6 +20,7 @@ from mfubench.analysis.roofline import Point, points_of
 from mfubench.analysis.tables import profiles_table
 from mfubench.profiling.breakdown import MatmulTotal
 from mfubench.profiling.trace_file import trace_of_reason, write_trace
+from mfubench.run_log import Choice
 from mfubench.step_model import elementwise_bytes, elementwise_bytes_by_group, micro_step_matmuls
 
 
@@ -67,6 +68,41 @@ def test_ideal_times_by_hand(profiled: Profiled):
     assert seconds["activation"] == pytest.approx(18 * tokens * 2 * 8 * 6144 / 2960e9)
     assert seconds["communication"] == seconds["queue"] == 0
     assert profiled.ideals.collectives_s == pytest.approx(2 * 7 / 8 * 4 * 1_294_159_104 / 447e9)
+
+
+def ideals_with(profiled: Profiled, found: Findings, asked: dict[str, str], used: dict[str, str]) -> Ideals:
+    """Of the profiled run, had it asked for these kernels and used those."""
+    log = profiled.judged.log
+    kernels = log.config.kernels.model_copy(update=asked)
+    choices = {
+        name: Choice(requested=asked[name], used=ran, reason=None if ran != "plain" else "a try failed")
+        for name, ran in used.items()
+    }
+    config = log.config.model_copy(update={"kernels": kernels})
+    log = log.model_copy(update={"config": config, "used": log.used | choices})
+    return ideals_of(replace(profiled.judged, log=log), found.study.ceilings)
+
+
+def test_accumulating_matmuls_read_and_write_float32_where_the_run_used_them(profiled: Profiled, found: Findings):
+    """1,220,345,856 weights of matmuls, 8 micro-steps: 2 bytes more written in each, 4 read in all but one."""
+    asked = {"weight_gradient": "auto"}
+    inside = ideals_with(profiled, found, asked, {"weight_gradient": "accumulate"})
+    beyond_s = inside.seconds["matmul"] - profiled.ideals.seconds["matmul"]
+    assert beyond_s == pytest.approx(53_695_217_664 / 2960e9, rel=1e-6)
+    assert inside.words["matmul"].endswith("measured hot; and 53.7 GB of float32 sums at 2,960 GB/s")
+    # what no matmul makes is still added up: 73,813,248 weights, 6 bytes and then seven times 10
+    assert inside.seconds["accumulation"] == pytest.approx(73_813_248 * 76 / 2960e9)
+    assert inside.recomputed_s == 0
+    fell_back = ideals_with(profiled, found, asked, {"weight_gradient": "plain"})
+    assert fell_back == profiled.ideals and "float32" not in fell_back.words["matmul"]
+
+
+def test_ideals_are_of_the_kernels_that_ran(profiled: Profiled, found: Findings):
+    """393,216 tokens: the own norm's backward pass moves 2 bytes of each of 2,304 values less, 37 times a token."""
+    own = ideals_with(profiled, found, {"norm": "auto"}, {"norm": "fused"})
+    saved_s = profiled.ideals.seconds["norm"] - own.seconds["norm"]
+    assert saved_s == pytest.approx(393_216 * 37 * 2 * 2304 / 2960e9)
+    assert ideals_with(profiled, found, {"norm": "fused"}, {"norm": "plain"}) == profiled.ideals
 
 
 def test_groups_of_elementwise_bytes_are_all_of_them():

@@ -10,12 +10,14 @@ from mfubench.ceilings.schema import Ceilings
 from mfubench.config import RunConfig
 from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
 from mfubench.hardware import ARITHMETIC, is_on
+from mfubench.measured_runs import as_run
 from mfubench.memory import ELEMENT_BYTES
 from mfubench.run_log import RunLog
 from mfubench.step_model import (
     GRADIENT_BYTES,
     accumulation_bytes,
     elementwise_bytes_by_group,
+    epilogue_bytes,
     micro_step_matmuls,
     optimizer_bytes,
 )
@@ -41,12 +43,6 @@ class Ideals:
         return self.peak_matmul_s + self.peak_attention_s
 
 
-def ran_config(log: RunLog) -> RunConfig:
-    """The configuration with what was used in place of what was asked for."""
-    used = {key: log.used[key].used for key in ("loss", "compile", "attention", "dtype", "parallelism")}
-    return log.config.model_copy(update=used)
-
-
 def matmul_arithmetic(log: RunLog) -> str:
     if is_on(log.used["fp8"]):
         return "fp8"
@@ -62,7 +58,7 @@ def tokens_of(config: RunConfig) -> int:
 def ideals_of(judged: Measures, ceilings: Ceilings | None) -> Ideals:
     """Ideal times of a run's step. Without measured ceilings only what needs none."""
     log = judged.log
-    config = ran_config(log)
+    config = as_run(log)
     terms = flop_terms(config.model, config.seq_len)
     ideals = Ideals(
         seconds={"communication": 0.0, "copy": 0.0, "host": 0.0, "queue": 0.0, "data": 0.0},
@@ -82,6 +78,7 @@ def ideals_of(judged: Measures, ceilings: Ceilings | None) -> Ideals:
     recomputed = add_arithmetic(ideals, config, terms, ceilings, matmul_arithmetic(log), share)
     if ceilings.copy_rate is not None:
         add_memory_traffic(ideals, config, ceilings.copy_rate.gb_s)
+        add_epilogues(ideals, config, ceilings.copy_rate.gb_s)
     return Ideals(**{**ideals.__dict__, "recomputed_s": recomputed, **bus_time(config, ceilings)})
 
 
@@ -131,6 +128,19 @@ def add_memory_traffic(ideals: Ideals, config: RunConfig, copy_gb_s: float) -> N
         if name != "attention":
             ideals.seconds[name] = size / (copy_gb_s * 1e9)
             ideals.words[name] = f"{format_bytes(size)} at {copy_gb_s:,.4g} GB/s"
+
+
+def add_epilogues(ideals: Ideals, config: RunConfig, copy_gb_s: float) -> None:
+    """What matmuls that accumulate weight gradients move beyond those of the ceilings, on top of their arithmetic.
+
+    P weights of matmuls, E bytes of the compute dtype, A micro-steps: P ((4 - E) A + 4 (A - 1)) bytes a step at the
+    measured copy rate. Each such matmul writes float32 where the measured one writes the compute dtype, and reads the
+    sum before it in all micro-steps but the first (`step_model.epilogue_bytes`).
+    """
+    size = epilogue_bytes(config)
+    if size > 0 and "matmul" in ideals.seconds:
+        ideals.seconds["matmul"] += size / (copy_gb_s * 1e9)
+        ideals.words["matmul"] += f"; and {format_bytes(size)} of float32 sums at {copy_gb_s:,.4g} GB/s"
 
 
 def memory_traffic(config: RunConfig) -> dict[str, float]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mfubench.analysis.ideal import matmul_arithmetic, ran_config
+from mfubench.analysis.ideal import matmul_arithmetic
 from mfubench.analysis.profiles import Profiled
 from mfubench.ceilings.schema import Ceilings, Product
+from mfubench.measured_runs import as_run
 from mfubench.step_model import micro_step_matmuls
 
 PRODUCTS: tuple[Product, ...] = ("forward", "input_gradient", "weight_gradient")  # as step_model lists them
@@ -42,7 +43,7 @@ def profiled_matmuls(profiled: Profiled, ceilings: Ceilings | None) -> list[Prof
     """
     log = profiled.judged.log
     known: dict[tuple[int, int, int], list[tuple[str, Product]]] = {}
-    for position, one in enumerate(micro_step_matmuls(ran_config(log))):
+    for position, one in enumerate(micro_step_matmuls(as_run(log))):
         product = PRODUCTS[position % 3]
         known.setdefault((one.rows, one.inner, one.columns), []).append((one.name, product))
         if product == "weight_gradient":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mfubench.analysis.ideal import ATTENTION_PASSES, memory_traffic, ran_config
+from mfubench.analysis.ideal import ATTENTION_PASSES, memory_traffic
 from mfubench.analysis.profiles import Profiled
 from mfubench.config import RunConfig
+from mfubench.measured_runs import as_run
 from mfubench.memory import ELEMENT_BYTES
 from mfubench.step_model import Matmul, micro_step_matmuls
 
@@ -45,7 +46,7 @@ class Point:
 
 def points_of(profiled: Profiled) -> list[Point]:
     """The groups of a profiled step whose FLOPs and bytes are known, in the order of the waterfall."""
-    config = ran_config(profiled.judged.log)
+    config = as_run(profiled.judged.log)
     points = matmul_points(profiled, config)
     times = {row.key: row.time_s for row in profiled.rows}
     if times.get("attention"):
