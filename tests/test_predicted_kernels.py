@@ -18,6 +18,7 @@ from mfubench.step_model import (
     accumulation_bytes,
     elementwise_bytes_by_group,
     epilogue_bytes,
+    lacking,
     loss_bytes,
     optimizer_bytes,
     resolve_settings,
@@ -122,9 +123,18 @@ def test_auto_is_what_the_trainer_takes():
     sharded = resolved(parallelism="fsdp", world_size=2)
     assert sharded == {**fused, "weight_gradient": "plain", "adamw": "plain"}
     assert resolved(compile_mode="reduce-overhead")["weight_gradient"] == "plain"
+    gpt2 = resolve_settings(settings_of("gpt2-1.36b", {}, **auto), rates).kernels.model_dump()
+    assert gpt2 == {**fused, "norm": "plain", "rope": "plain", "swiglu": "plain"}
     not_compiled = settings_of("llama2-1.36b", {"loss": "auto", "compile": "none"}, **auto)
     assert resolve_settings(not_compiled, rates).loss == "full"
     assert resolve_settings(not_compiled.model_copy(update={"kernels": KernelsConfig()}), rates).loss == "fused"
+
+
+@pytest.mark.parametrize("preset", ["gpt2-1.36b", "llama2-1.36b", "llama3-1.5b", "qwen3-1.8b"])
+def test_a_model_lacks_here_what_it_lacks_in_the_trainer(preset):
+    operations = pytest.importorskip("mfubench.model.operations")
+    model = make_model(preset)
+    assert lacking(model) == {kind for kind in operations.KINDS if operations.not_in(model, kind) is not None}
 
 
 def test_kernels_are_taken_as_they_ran():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from mfubench.card_rates import Rates, tile_share
-from mfubench.config import RunConfig
+from mfubench.config import ModelConfig, RunConfig
 from mfubench.flops import count_parameters
 from mfubench.memory import ELEMENT_BYTES, LOSS_CHUNK_BYTES, fsdp_keeps_weights
 
@@ -165,14 +165,24 @@ def elementwise_bytes_by_group(config: RunConfig) -> dict[str, float]:
 
 def own_groups(config: RunConfig) -> set[str]:
     """Groups of `elementwise_bytes_by_group` that the project's own kernels do."""
-    m, kernels = config.model, config.kernels
+    kernels, lacks = config.kernels, lacking(config.model)
     own = {
-        "norm": kernels.norm == "fused" and m.norm == "rmsnorm" and m.norm_position == "pre",
-        "rope": kernels.rope == "fused" and m.position == "rope",
-        "activation": kernels.swiglu in ("fused", "recompute") and m.mlp == "swiglu",
+        "norm": kernels.norm == "fused" and "norm" not in lacks,
+        "rope": kernels.rope == "fused" and "rope" not in lacks,
+        "activation": kernels.swiglu in ("fused", "recompute") and "swiglu" not in lacks,
         "loss": kernels.cross_entropy == "fused" and config.loss in ("full", "chunked"),
     }
     return {name for name, used in own.items() if used}
+
+
+def lacking(model: ModelConfig) -> set[str]:
+    """Keys of KernelsConfig for which a model has nothing to do (as mfubench.model.operations decides)."""
+    has = {
+        "norm": model.norm == "rmsnorm" and model.norm_position == "pre",
+        "rope": model.position == "rope",
+        "swiglu": model.mlp == "swiglu",
+    }
+    return {name for name, there in has.items() if not there}
 
 
 def eager_passes(group: str, config: RunConfig) -> float:
@@ -328,10 +338,11 @@ def resolve_auto(config: RunConfig) -> RunConfig:
 
 
 def resolve_kernels(config: RunConfig) -> RunConfig:
-    """`auto` of the own kernels replaced by the kernel, as on a GPU that runs them all."""
+    """`auto` of the own kernels replaced by the kernel where model and settings allow it, as on a GPU that runs all."""
     captured = config.compile != "none" and config.compile_mode == "reduce-overhead"
     sharded = config.parallelism == "fsdp"
     best = {
+        **dict.fromkeys(lacking(config.model), "plain"),
         "cross_entropy": "plain" if config.loss == "fused" else "fused",
         "weight_gradient": "plain" if sharded or captured or config.fp8 else "accumulate",
         "adamw": "plain" if sharded else "fused",

@@ -23,6 +23,11 @@ def predict(
     attention: Annotated[
         Literal["auto", "fa4", "fa3", "fa2", "cudnn", "sdpa", "eager"], typer.Option(help="Attention kernel.")
     ] = "auto",
+    kernels: Annotated[
+        Literal["plain", "auto"],
+        typer.Option(help="plain: torch's and the compiler's; auto: all own kernels that model and settings allow."),
+    ] = "plain",
+    fp8: Annotated[bool, typer.Option("--fp8", help="Matmuls of the blocks in float8.")] = False,
     compile_: Annotated[Literal["none", "block", "model"], typer.Option("--compile", help="torch.compile.")] = "model",
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option()] = "bfloat16",
     activation_checkpointing: Annotated[Literal["none", "selective", "full"], typer.Option()] = "none",
@@ -39,7 +44,7 @@ def predict(
     """Predict step time, tokens/s, MFU and memory of a run, each with an error bar."""
     from mfubench.calibration import calibrate_on, shipped_calibration
     from mfubench.ceilings import read_ceilings
-    from mfubench.config import ConfigError
+    from mfubench.config import ConfigError, KernelsConfig
     from mfubench.predict import plan_run
     from mfubench.predict import predict as predict_run
     from mfubench.presets import load_model
@@ -54,6 +59,8 @@ def predict(
         "gradient_accumulation_steps": gradient_accumulation_steps,
         "seq_len": seq_len,
         "attention": attention,
+        "kernels": dict.fromkeys(KernelsConfig.model_fields, kernels),
+        "fp8": fp8,
         "compile": compile_,
         "dtype": dtype,
         "activation_checkpointing": activation_checkpointing,
@@ -84,10 +91,13 @@ def describe(prediction: Any) -> str:
     config, memory = prediction.config, prediction.memory
     bar = prediction.error_fraction
     fit = "fits" if prediction.fits_surely else "may fit, too close to tell" if prediction.fits else "DOES NOT FIT"
+    arithmetic = f"{config.dtype} with float8 matmuls" if config.fp8 else config.dtype
+    own = [f"{name} {used}" for name, used in config.kernels.model_dump().items() if used != "plain"]
     lines = [
-        f"{config.model.name} on {config.world_size} x {prediction.gpu}: {config.parallelism}, {config.dtype}, "
+        f"{config.model.name} on {config.world_size} x {prediction.gpu}: {config.parallelism}, {arithmetic}, "
         f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}, T {config.seq_len}, "
-        f"attention {config.attention}, compile {config.compile}",
+        f"compile {config.compile}",
+        f"assumed   attention {config.attention}, loss {config.loss}, own kernels: {', '.join(own) or 'none'}",
         f"step      {1000 * prediction.step_time_s:,.0f} ms ± {100 * bar:.0f} %",
         f"tokens/s  {prediction.tokens_per_s:,.0f} ± {bar * prediction.tokens_per_s:,.0f}"
         f" ({prediction.tokens_per_s_per_gpu:,.0f} a GPU)",
