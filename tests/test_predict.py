@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from mfubench import measured_runs, prediction_pages
+from mfubench import predict as prediction_module
 from mfubench.calibration import calibrate, shipped_calibration, uncalibrated
 from mfubench.card_rates import TILES, card_rates, datasheet_rates, tile_share
 from mfubench.ceilings.schema import AttentionRate, Ceilings, CollectiveRate, CopyRate, MatmulRate
@@ -29,7 +30,7 @@ from mfubench.memory import (
 )
 from mfubench.planner import PlanConfig
 from mfubench.planner_search import build_model, shapes
-from mfubench.predict import check_predictions, format_checks, plan_run, predict
+from mfubench.predict import check_predictions, format_checks, plan_run, predict, predict_fastest
 from mfubench.presets import load_model
 from mfubench.run_log import Choice, RankMemory, write_json, write_run_log
 from mfubench.step_model import micro_step_matmuls, slowest_of, step_terms
@@ -575,10 +576,62 @@ def test_command_predicts_float8():
     assert terms["matmul.fp8"] > 0 and "matmul" not in terms
 
 
-def test_command_takes_the_largest_micro_batch_that_fits():
-    result = json.loads(run_command("qwen3-1.8b", "--gpu", "H100 SXM", "--json"))
-    assert result["config"]["micro_batch_size"] == result["largest_micro_batch_size"] > 1
-    assert result["memory_gib"]["total"] <= result["memory_capacity_gib"]
+def fake_predictions(monkeypatch, tokens_per_s: list[float], gib: list[float], capacity_gib=79.2):
+    """Predictions by micro-batch, from 1 on, of a card and memory count that are known to 10 %."""
+    template = run_on()
+    largest = sum(one <= capacity_gib for one in gib)
+
+    def fake(config, gpu):
+        place = config.micro_batch_size - 1
+        memory = dataclasses.replace(template.memory, activations=0.0)
+        memory = dataclasses.replace(memory, activations=gib[place] - memory.total_gib)
+        return dataclasses.replace(
+            template,
+            config=config,
+            tokens_per_s=tokens_per_s[place],
+            memory=memory,
+            memory_error_fraction=0.1,
+            memory_capacity_gib=capacity_gib,
+            largest_micro_batch_size=largest,
+        )
+
+    monkeypatch.setattr(prediction_module, "predict", fake)
+    return make_run_config(micro_batch_size=99)
+
+
+@pytest.mark.parametrize(
+    "tokens_per_s, gib, chosen, basis",
+    [
+        # 72.0 GiB and a tenth are 79.2: the last that surely fits; the faster 74 GiB may not
+        ([100, 150, 198, 200, 230], [40, 50, 60, 72, 74], 4, "the fastest per token; 1 to 4 surely fit"),
+        ([100, 150, 199, 200, 230], [40, 50, 60, 72, 74], 3, "the smallest within 1 % of the fastest per token (4)"),
+        ([100, 197, 198.5, 200, 195], [40, 50, 60, 65, 70], 3, "(4); 1 to 5 surely fit"),
+        ([100, 110], [72.1, 79], 1, "the smallest, since none surely fits"),
+    ],
+)
+def test_the_fastest_of_the_micro_batches_that_surely_fit(monkeypatch, tokens_per_s, gib, chosen, basis):
+    found = predict_fastest(fake_predictions(monkeypatch, tokens_per_s, gib), H100)
+    assert found.config.micro_batch_size == chosen
+    assert basis in found.micro_batch_basis
+
+
+def test_no_micro_batch_is_chosen_where_one_does_not_fit(monkeypatch):
+    with pytest.raises(ConfigError, match=r"does not fit on .*: 80\.0 GiB of 79 with micro-batch 1"):
+        predict_fastest(fake_predictions(monkeypatch, [100], [80.0]), H100)
+
+
+def test_command_chooses_a_micro_batch_that_surely_fits():
+    """Uncalibrated, memory to 10 %: 18 of llama2-1.36b may fit in 79.2 GiB, 16 (71.8 GiB) surely do."""
+    arguments = ("llama2-1.36b", "--gpu", "H100 SXM")
+    result = json.loads(run_command(*arguments, "--json"))
+    assert result["largest_micro_batch_size"] == 18
+    assert result["config"]["micro_batch_size"] == 10
+    assert result["micro_batch_basis"] == "the smallest within 1 % of the fastest per token (16); 1 to 16 surely fit"
+    assert result["fits_surely"] is True
+    text = run_command(*arguments)
+    assert f"chosen    micro-batch 10: {result['micro_batch_basis']}\n" in text
+    given = run_command(*arguments, "--micro-batch-size", "18")
+    assert "chosen" not in given and "may fit, too close to tell; largest micro-batch that may fit: 18" in given
 
 
 def test_command_calibrates_on_a_folder(tmp_path):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mfubench.calibration import Calibration, fit_factors, predicted_seconds, uncalibrated
 from mfubench.card_rates import Rates, card_rates
 from mfubench.ceilings import Ceilings
-from mfubench.config import ModelConfig, RunConfig, parse
+from mfubench.config import ConfigError, ModelConfig, RunConfig, parse
 from mfubench.flops import CONVENTIONS, flop_terms, flops_per_token, mfu
 from mfubench.hardware import find_gpu
 from mfubench.measured_runs import Observation
 from mfubench.memory import MemoryEstimate, estimate_memory, largest_micro_batch
 from mfubench.step_model import resolve_settings, step_terms
+from mfubench.tune.search import GAIN, LARGEST_MICRO_BATCH
 
 ERROR_BAR = "half-width of the 95 % interval"
 
@@ -35,9 +36,10 @@ class Prediction:
     memory: MemoryEstimate
     memory_error_fraction: float
     memory_capacity_gib: float
-    largest_micro_batch_size: int
+    largest_micro_batch_size: int  # that may fit: the count without its error
     calibrated: bool
     basis: str  # a sentence: what the numbers stand on
+    micro_batch_basis: str = "given"  # in words, how the micro-batch was chosen
 
     @property
     def fits(self) -> bool:
@@ -67,6 +69,7 @@ class Prediction:
             "fits": self.fits,
             "fits_surely": self.fits_surely,
             "largest_micro_batch_size": self.largest_micro_batch_size,
+            "micro_batch_basis": self.micro_batch_basis,
             "calibrated": self.calibrated,
             "basis": self.basis,
         }
@@ -127,6 +130,38 @@ def predict(
         calibrated=bool(calibration.runs),
         basis=explain_basis(calibration, key, rates, calibration.unseen(config)),
     )
+
+
+def predict_fastest(config: RunConfig, gpu: str, **given: Any) -> Prediction:
+    """`predict`, with the micro-batch that is fastest per token of those that surely fit, instead of the config's.
+
+    Surely: by the count of memory with its error on top. Of micro-batches within 1 % of the fastest it is the smallest:
+    the time is not known better, and memory and batch are worth something. None is larger than `mfubench tune` tries.
+    Where not even micro-batch 1 surely fits, but may, it is 1, and `micro_batch_basis` says so.
+
+    given: keywords of `predict`. Raises ConfigError where micro-batch 1 does not fit, and what `predict` raises.
+    """
+
+    def with_micro_batch(size: int) -> Prediction:
+        return predict(config.model_copy(update={"micro_batch_size": size}), gpu, **given)
+
+    smallest = with_micro_batch(1)
+    if not smallest.fits:
+        raise ConfigError(
+            f"{config.model.name} does not fit on {smallest.gpu}: {smallest.memory.total_gib:.1f} GiB of "
+            f"{smallest.memory_capacity_gib:.0f} with micro-batch 1. Try --parallelism zero1 or fsdp on more GPUs, or "
+            "--activation-checkpointing full"
+        )
+    largest = min(smallest.largest_micro_batch_size, LARGEST_MICRO_BATCH)
+    sure = [one for one in map(with_micro_batch, range(1, largest + 1)) if one.fits_surely]
+    if not sure:
+        return replace(smallest, micro_batch_basis="the smallest, since none surely fits")
+    fastest = max(sure, key=lambda one: one.tokens_per_s)
+    chosen = next(one for one in sure if one.tokens_per_s * (1 + GAIN) >= fastest.tokens_per_s)
+    how = "the fastest per token"
+    if chosen is not fastest:
+        how = f"the smallest within {100 * GAIN:g} % of {how} ({fastest.config.micro_batch_size})"
+    return replace(chosen, micro_batch_basis=f"{how}; 1 to {sure[-1].config.micro_batch_size} surely fit")
 
 
 def explain_basis(calibration: Calibration, gpu_key: str, card: Rates, unseen: Sequence[str]) -> str:
