@@ -46,6 +46,8 @@ class Cases(Strict):
 
 def read_cases(path: Path = FILE) -> Cases:
     """Raises ConfigError naming what is wrong with the file."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file; --cases names one in the form of {FILE.name}")
     cases = parse(Cases, yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
     for name, case in cases.cases.items():
         for system in case.systems:
@@ -90,7 +92,7 @@ def make_run(model: str, seq_len: int, micro_batch_size: int, accumulation: int,
         "max_iters": 1,
         "device": device,
         "dtype": "float32" if on_cpu else "bfloat16",
-        "measurement": {"profile": not on_cpu},
+        "measurement": {"profile": "none" if on_cpu else "kernels"},
         **more,
     }
     return parse(RunConfig, values, f"benchmark {model}")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import figure, rows
-from benchmarks.cases import CHECKOUTS, Cases, Plan, make_job, read_cases
+from benchmarks.cases import CHECKOUTS, FILE, Cases, Plan, make_job, read_cases
 from benchmarks.peers.job import Job, Record, read_record
 from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine
 from benchmarks.tiny_data import write_tiny_dataset
@@ -133,7 +133,8 @@ class Bench:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare mfubench with other systems on one GPU.")
-    parser.add_argument("--case", nargs="+", default=["llama2-1.36b"], help="cases of benchmarks/cases.yaml, or all")
+    parser.add_argument("--case", nargs="+", default=["llama2-1.36b"], help="cases of the file, or all")
+    parser.add_argument("--cases", type=Path, default=FILE, metavar="FILE", help="another file than cases.yaml")
     parser.add_argument("--systems", nargs="+", help="only these")
     parser.add_argument("--data", type=Path, help="folder of a prepared dataset: the tokens that all systems read")
     parser.add_argument("--work", type=Path, default=HERE.parent / "build" / "benchmarks", help="logs, caches, runs")
@@ -163,7 +164,7 @@ def own_settings(cases: Cases, pairs: list[str]) -> Cases:
 
 def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[str]]:
     """Cases, plan and the names of the cases to run. Raises ConfigError."""
-    cases = read_cases()
+    cases = read_cases(arguments.cases)
     checkouts = {system: path for system, name in CHECKOUTS.items() if (path := getattr(arguments, name))}
     for path in checkouts.values():
         if not path.is_dir():
@@ -182,9 +183,9 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[str]]:
     if names == ["all"]:
         names = [name for name in cases.cases if not name.startswith("tiny")]
     if unknown := [name for name in names if name not in cases.cases]:
-        raise ConfigError(f"--case: no case {unknown[0]!r} in benchmarks/cases.yaml: {', '.join(cases.cases)}")
+        raise ConfigError(f"--case: no case {unknown[0]!r} in {arguments.cases}: {', '.join(cases.cases)}")
     if unknown := [name for name in arguments.systems or () if name not in cases.systems]:
-        raise ConfigError(f"--systems: no system {unknown[0]!r} in benchmarks/cases.yaml: {', '.join(cases.systems)}")
+        raise ConfigError(f"--systems: no system {unknown[0]!r} in {arguments.cases}: {', '.join(cases.systems)}")
     cases = own_settings(cases, arguments.set)
     return cases, plan, names
 

@@ -194,14 +194,6 @@ class MeasurementConfig(Strict):
     )
     gradient_interval: int | None = Field(None, ge=1, description="steps between per-layer gradient statistics")
 
-    @model_validator(mode="before")
-    @classmethod
-    def read_switch(cls, values: Any) -> Any:
-        """`profile` was a switch in run logs of earlier versions."""
-        if isinstance(values, dict) and isinstance(values.get("profile"), bool):
-            return {**values, "profile": "kernels" if values["profile"] else "none"}
-        return values
-
 
 class KernelsConfig(Strict):
     """Own kernels in place of torch's operators, each for itself; auto: where machine and model allow it.

@@ -15,12 +15,13 @@ import torch
 
 from benchmarks import figure, rows, scaling
 from benchmarks.cases import Plan, make_job, make_run, read_cases
-from benchmarks.compare import Bench
+from benchmarks.compare import Bench, make_parser, prepare
 from benchmarks.peers.clock import Finished, StepClock
 from benchmarks.peers.driving import outcome
 from benchmarks.peers.job import Job, MissingPeer, Record, read_job, read_record, write_job
 from benchmarks.peers.torchtitan import mlp_width
 from benchmarks.runner import OutOfTime, Runner
+from mfubench.config import ConfigError
 from mfubench.presets import load_model
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +82,22 @@ def test_every_case_is_well_formed_and_its_jobs_travel(tmp_path):
                 write_job(tmp_path / "job.json", job)
                 assert read_job(tmp_path / "job.json") == job
                 assert (ROOT / "benchmarks" / "peers" / f"{job.driver}.py").is_file()
+
+
+def test_another_file_of_cases_takes_the_place_of_the_shipped_one(tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "systems:\n  mine: {driver: mfubench_engine, settings: {compile: none}}\n"
+        "cases:\n  small: {model: llama2-tiny, sequences_per_step: 2, micro_batch_sizes: [1], systems: [mine]}\n"
+    )
+    options = ["--cases", str(own), "--data", str(tmp_path), "--set", "seed=7"]
+    cases, _, names = prepare(make_parser().parse_args([*options, "--case", "all"]))
+    assert names == ["small"]
+    assert cases.systems["mine"].settings == {"compile": "none", "seed": 7}
+    with pytest.raises(ConfigError, match=r"no case 'llama2-1\.36b' in .*own\.yaml: small"):
+        prepare(make_parser().parse_args(options))
+    with pytest.raises(ConfigError, match=r"missing\.yaml: no such file; --cases names one in the form of cases\.yaml"):
+        prepare(make_parser().parse_args([*options, "--cases", str(tmp_path / "missing.yaml")]))
 
 
 def test_repeats_take_turns_with_the_best_micro_batch_and_go_on_where_they_ended(tmp_path):

@@ -72,12 +72,6 @@ def test_a_step_that_is_too_long_to_keep_is_refused_before_it_runs():
         tiny_config(gradient_accumulation_steps=65, measurement=TIMELINE)
 
 
-def test_run_logs_of_earlier_versions_are_read():
-    measurement = tiny_config(measurement={"profile": True}).measurement
-    assert measurement.profile == "kernels"
-    assert tiny_config(measurement={"profile": False}).measurement.profile == "none"
-
-
 @pytest.mark.slow
 def test_all_ranks_are_profiled_at_once(data, tmp_path):
     options = {"world_size": 2, "micro_batch_size": 4, "max_iters": 6, "measurement": TIMELINE}

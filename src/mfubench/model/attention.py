@@ -39,8 +39,9 @@ FALLBACKS = {
     "eager": (),
 }
 # Candidates of auto on CUDA. Those within NOISE of the fastest count as equal, and the first of them in this order is
-# taken, so that the runs of a study agree; cudnn and sdpa need no package beside torch.
-AUTO_ORDER = ("cudnn", "fa3", "fa4", "fa2", "sdpa")
+# taken, so that the runs of a study agree. fa4 comes before cudnn: as fast alone, it makes a whole step on an H100 2 %
+# faster (benchmarks/NOTES.md), and RoPE's backward pass can join it.
+AUTO_ORDER = ("fa4", "fa3", "cudnn", "fa2", "sdpa")
 NOISE = 0.03
 # Largest relative error (Frobenius norm) of a working kernel against the float64 reference: several times the
 # rounding of inputs, probabilities and outputs to the dtype (float32: to TF32, which may be on), and far below what a
