@@ -198,23 +198,23 @@ def observations(logs):
 
 
 def test_allocated_memory_of_every_measured_run(logs):
-    """What is counted lies below what was measured by workspaces: 0.1 GiB (with CUDA graphs 0.2)."""
+    """What is counted lies below what was measured by workspaces: 0.1 to 0.2 GiB (with CUDA graphs up to 0.32)."""
     peaks = observe_memory(logs)
-    assert len(peaks) >= 19
+    assert len(peaks) >= 47
     for one in peaks:
         counted = estimate_memory(one.config, one.capacity_gib).allocated_gib
-        assert 0.05 < one.peak_allocated_gib - counted < 0.2, one.name
+        assert 0.05 < one.peak_allocated_gib - counted < (0.32 if one.config.cuda_graphs else 0.2), one.name
 
 
 def test_kernel_runs_within_five_percent_when_left_out(observations):
     checks = [check for check in check_predictions(observations) if check.observation.name.startswith("kernels/")]
-    assert len(checks) == 12
+    assert len(checks) == 18
     assert max(abs(check.error_fraction) for check in checks) < 0.05
 
 
 def test_plain_is_slower_than_each_kernel_alone_and_that_slower_than_all(observations):
     """Fitted on one GPU; pairs whose measured times differ by less than 1 %, which repeats do too, say nothing."""
-    single = [one for one in observations if one.config.world_size == 1]
+    single = [one for one in observations if one.config.world_size == 1 and one.gpu == "h100-sxm"]
     factors, _ = fit_factors(single)
     runs = {one.name: one for one in single if one.name.startswith("kernels/")}
     predicted = {name: predicted_seconds(one, factors) for name, one in runs.items()}

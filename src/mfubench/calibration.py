@@ -84,8 +84,8 @@ def traits(config: RunConfig) -> list[str]:
 
 
 def prior(beliefs: Beliefs, term: str) -> tuple[float, float]:
-    """Mean and standard deviation of a term's factor; attention.cudnn is an attention term."""
-    belief = beliefs.terms[term.partition(".")[0]]
+    """Mean and standard deviation of a term's factor; attention.cudnn, which has no entry, is an attention term."""
+    belief = beliefs.terms.get(term) or beliefs.terms[term.partition(".")[0]]
     return belief.mean, belief.deviation
 
 

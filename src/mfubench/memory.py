@@ -124,7 +124,8 @@ def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
     A block keeps the inputs of its matmuls and of what is not linear: the residual stream before each norm and the
     norm's output, q, k, v, the attention's output, gate, up and their product (unless it is recomputed); the plain
     activation without a compiler its own output as well. RoPE and q/k-norms leave q and k twice, since v is a view of
-    the one matmul that made all three, unless RoPE overwrites them (`kernels.rope: fused`, without q/k-norms).
+    the one matmul that made all three, unless RoPE overwrites them (`kernels.rope: fused`, without q/k-norms); without
+    a compiler, and with it in float32, q/k-norms keep them once more.
     Attention kernels keep one float32 a head for the softmax, `eager` the probabilities. Selective checkpointing keeps
     matmul and attention outputs only; full keeps a block's input and rebuilds one block at a time. The final norm keeps
     its input, and the head the norm's output. The norms' own statistics, 4 bytes a token each, are left out.
@@ -146,6 +147,8 @@ def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
         kept = kept + 2 * hidden + (0 if recomputed else intermediate)  # norm outputs, product: could be rebuilt
         if config.compile == "none" and model.mlp == "swiglu" and config.kernels.swiglu == "plain":
             kept = kept + intermediate  # silu(gate)
+        if model.qk_norm and not own_rope and (config.compile == "none" or config.dtype == "float32"):
+            kept = kept + q_width + kv_width  # normalised, before the norm's weight: in half precision rebuilt
     block = element * kept + 4 * model.num_attention_heads
     if config.attention == "eager":
         block = block + (element + 4) * model.num_attention_heads * config.seq_len  # probabilities, float32 softmax
