@@ -26,6 +26,7 @@ from mfubench.prediction_pages import (
     profile_table,
     reading_table,
     reported_table,
+    scaling_table,
     span,
 )
 from mfubench.presets import CONFIG_DIR, load_model
@@ -197,6 +198,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "measured": measured_table,
         "peaks": peak_table,
         "limits": limit_table,
+        "scaling": scaling_table,
         "readings": reading_table,
         "profile": profile_table,
         "reported": reported_table,

@@ -9,7 +9,7 @@ from typing import Any
 
 from mfubench import measured_runs
 from mfubench.analysis.expectations import Expectation, Expectations, load_expectations
-from mfubench.calibration import fit_factors, fit_memory, predicted_seconds
+from mfubench.calibration import fit_factors, fit_memory, predicted_seconds, shipped_calibration
 from mfubench.config import KernelsConfig
 from mfubench.flops import flop_terms, flops_per_token, mfu
 from mfubench.hardware import peak_for
@@ -17,7 +17,8 @@ from mfubench.memory import estimate_memory, largest_micro_batch
 from mfubench.predict import Prediction, check_predictions, format_checks, plan_run, predict
 from mfubench.presets import load_model
 
-H100, B200, A6000 = "NVIDIA H100 80GB HBM3", "NVIDIA B200", "NVIDIA RTX A6000"
+H100, H200, B200, A6000 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "NVIDIA RTX A6000"
+SCALING_GPUS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,31 @@ def limit_table() -> str:
             f"| {limit.name} | {config.model.name} | {config.world_size} | {limit.capacity_gib:.1f} GiB "
             f"| {limit.largest_micro_batch_size} | {predicted} |"
         )
+    return "\n".join(lines)
+
+
+def scaling_table() -> str:
+    """The guide's test 2.2 on one to eight H200s under every parallelism, calibrated on what ships; rates a GPU."""
+    calibration = shipped_calibration()
+    model = load_model("llama2-1.36b")
+    lines = [
+        "| parallelism | accumulation | " + " | ".join(f"on {count}" for count in SCALING_GPUS) + " |",
+        "|---|---|" + "---|" * len(SCALING_GPUS),
+    ]
+    for parallelism in ("ddp", "zero1", "fsdp"):
+        for accumulation in (8, 1):
+            predicted = []
+            for count in SCALING_GPUS:
+                settings = batch(12, accumulation, attention="cudnn", parallelism=parallelism if count > 1 else "none")
+                predicted.append(predict(plan_run(model, count, **settings), H200, calibration=calibration))
+            alone = predicted[0].tokens_per_s_per_gpu
+            cells = [
+                f"{one.tokens_per_s_per_gpu:,.0f} ± {100 * one.error_fraction:.0f} %, "
+                f"{100 * one.tokens_per_s_per_gpu / alone:.1f} %"
+                for one in predicted[1:]
+            ]
+            first = f"{alone:,.0f} ± {100 * predicted[0].error_fraction:.0f} %"
+            lines.append(f"| {parallelism} | {accumulation} | {first} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
