@@ -42,7 +42,8 @@ def draw(found: Findings, theme: Theme) -> Figure:
         "vertical axis does not start at 0"
     )
     figure = titled_figure(theme, TITLE, subtitle, 3.5)
-    panels = figure.subplots(1, len(ladders), squeeze=False, sharey=True)[0]
+    widths = [len(rungs) for rungs in ladders.values()]
+    panels = figure.subplots(1, len(ladders), squeeze=False, sharey=True, width_ratios=widths)[0]
     for axes, (stage, rungs) in zip(panels, ladders.items(), strict=True):
         draw_ladder(axes, found, stage, rungs, theme)
     low, high = panels[0].get_ylim()  # shared by all panels
@@ -76,12 +77,13 @@ def draw_ladder(axes: Axes, found: Findings, stage: str, rungs: list[str], theme
         axes.plot([position + 0.12] * len(repeats), repeats, ".", color=theme.muted, markersize=6, zorder=3)
         top = min(interval.high, 1.4 * median) if interval is not None else median
         axes.annotate(rate_label(judged), (position, top), xytext=(0, 9), textcoords="offset points",
-                      ha="center", va="bottom", size=8.5, linespacing=1.3)  # fmt: skip
+                      ha="center", va="bottom", size=8.5, linespacing=1.3, zorder=2,
+                      bbox={"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 1})  # fmt: skip
     axes.plot(range(len(rungs)), medians, color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
     for position, (below, above) in enumerate(pairwise(rungs)):
         effect = judge_effect(found.study, found.measures, above, above, below, None, found.spread)
         axes.text(position + 0.5, 0.03, step_label(effect), transform=axes.get_xaxis_transform(), ha="center",
-                  va="bottom", size=8.5, color=theme.text, linespacing=1.35)  # fmt: skip
+                  va="bottom", size=7.5, color=theme.text, linespacing=1.35)  # fmt: skip
     axes.set_xticks(range(len(rungs)), [found.good[name].log.config.case for name in rungs])
     axes.set_xlim(-0.6, len(rungs) - 0.4)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_rate(value) if value >= 0 else ""))
