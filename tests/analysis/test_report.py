@@ -12,7 +12,7 @@ from analysis.example_study import make_gpu_log, write_gpu_study
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report import main, write_report
 from mfubench.analysis.report.render import inline_html, markdown_cell, sections_of
-from mfubench.run_log import write_json, write_run_log
+from mfubench.run_log import read_run_log, write_json, write_run_log
 
 pytestmark = pytest.mark.slow  # each report draws nine figures twice
 
@@ -25,6 +25,7 @@ ORDER = [
     "Memory",
     "Loss and gradients",
     "MFU over time",
+    "Where the machine's time went",
     "Where the rest went",
     "Skipped arms and fallbacks",
     "What a whole training would take",
@@ -141,13 +142,17 @@ def test_no_difference_skips_and_fallbacks_are_told(page: Page):
 
 def test_summary_has_exactly_the_agreed_keys(written: Path):
     summary = json.loads((written / "summary.json").read_text())
-    assert set(summary) == {"machine", "study", "cases"}
+    assert set(summary) == {"machine", "study", "cases", "time"}
     assert summary["study"] == "llama2-1.36b-80gb"
     case = summary["cases"]["tiers/tier1"]
     assert set(case) == {"status", "world_size", "tokens_per_s_per_gpu", "mfu", "peak_memory_gib"}
     assert set(case["mfu"]) == {"palm", "matmul", "causal", "mamfu"}
     for values in (case["tokens_per_s_per_gpu"], *case["mfu"].values()):
         assert set(values) == {"median", "q1", "q3"} and values["q1"] <= values["median"] <= values["q3"]
+    spent = summary["time"]["total"]
+    assert set(spent) == {"runs", "total_s", "gpu_total_s", "parts_s", "gpu_parts_s"}
+    assert sum(spent["parts_s"].values()) == pytest.approx(spent["total_s"], rel=1e-12)
+    assert sum(stage["runs"] for stage in summary["time"]["stages"].values()) == spent["runs"]
     oom = summary["cases"]["ablations/4.4-micro-batch32"]
     assert (oom["status"], oom["tokens_per_s_per_gpu"], oom["mfu"]["palm"]) == ("oom", None, None)
 
@@ -196,6 +201,18 @@ def test_partial_before_the_first_run(changed_study: Path):
     page = page_of(changed_study, partial=True)
     assert "nothing to recommend" in page.words
     assert json.loads((changed_study / "summary.json").read_text())["cases"] == {}
+
+
+def test_the_machine_time_names_its_largest_part_and_who_is_left_out(changed_study: Path):
+    path = changed_study / "runs" / "tiers" / "tier2.json"
+    write_run_log(path, read_run_log(path).model_copy(update={"wall": None}))
+    words = " ".join(page_of(changed_study).words.split())
+    assert "The largest part that is no measured step: first step (compilation) and warm-up" in words
+    assert "Left out (no clock): tiers/tier2." in words
+    text = (changed_study / "report.md").read_text(encoding="utf-8")
+    total, *stages = re.findall(r"^\| \*\*total\*\* \| ([\d,.]+) \|", text, flags=re.M)
+    minutes = [float(value.replace(",", "")) for value in stages]
+    assert len(stages) == 7 and sum(minutes) == pytest.approx(float(total.replace(",", "")), abs=0.05)
 
 
 def test_an_unknown_card_costs_the_mfu_not_the_report(tmp_path: Path):

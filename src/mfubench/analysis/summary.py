@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mfubench.analysis.findings import Findings
+from mfubench.analysis.machine_time import MachineTime, machine_time
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.statistics import Quartiles
 from mfubench.analysis.study import machine_of
@@ -14,15 +15,32 @@ SUMMARY_CONVENTIONS = ("palm", "matmul", "causal", "mamfu")
 
 
 def summarize(found: Findings) -> dict[str, Any]:
-    """{machine, study, cases: {"stage/case": {status, world_size, tokens_per_s_per_gpu, mfu, peak_memory_gib}}}.
+    """{machine, study, cases: {"stage/case": {status, world_size, tokens_per_s_per_gpu, mfu, peak_memory_gib}}, time}.
 
-    Rates and MFU are {median, q1, q3} over the measured steps; what is not known is null.
+    Rates and MFU are {median, q1, q3} over the measured steps; what is not known is null. time: {total, stages: {stage:
+    as total}, left_out: {"stage/case": why}}, total: {runs, total_s, gpu_total_s, parts_s, gpu_parts_s}, seconds.
     """
     environment = found.study.environment
+    time = machine_time(found.study.runs.values())
     return {
         "machine": machine_of(environment) if environment else None,
         "study": found.study.name,
         "cases": {name: summarize_case(judged) for name, judged in found.measures.items()},
+        "time": {
+            "total": summarize_time(time.total),
+            "stages": {stage: summarize_time(spent) for stage, spent in time.stages.items()},
+            "left_out": time.left_out,
+        },
+    }
+
+
+def summarize_time(spent: MachineTime) -> dict[str, Any]:
+    return {
+        "runs": spent.runs,
+        "total_s": spent.total_ns / 1e9,
+        "gpu_total_s": spent.gpu_total_ns / 1e9,
+        "parts_s": {part: time_ns / 1e9 for part, time_ns in spent.parts_ns.items()},
+        "gpu_parts_s": {part: time_ns / 1e9 for part, time_ns in spent.gpu_parts_ns.items()},
     }
 
 

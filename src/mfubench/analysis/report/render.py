@@ -36,6 +36,7 @@ from mfubench.analysis.report.measured_sections import (
     steps_section,
 )
 from mfubench.analysis.report.profile_section import profile_section
+from mfubench.analysis.report.time_section import time_section
 from mfubench.analysis.summary import summarize
 from mfubench.run_log import write_json, write_text_atomically
 
@@ -51,6 +52,7 @@ def sections_of(found: Findings) -> list[Section]:
         memory_section(found),
         loss_section(found),
         steps_section(found),
+        time_section(found),
         profile_section(found),
         left_out_section(found),
         extrapolation_section(found),
