@@ -51,7 +51,9 @@ def time_table(spent: MachineTime, title: str, each: str) -> Table:
     ]
     rows.append(["**total**", minutes(spent.total_ns), "100 %", minutes(spent.gpu_total_ns), "100 %"])
     runs = "1 run" if spent.runs == 1 else f"{spent.runs} runs"
-    return Table(["part|", "minutes", "share", each, f"share of {each}"], rows, f"{title}: {runs}")
+    return Table(
+        ["part|", "minutes", "share", each, "share"], rows, f"{title}: {runs}; a share is of the column before it"
+    )
 
 
 def minutes(nanoseconds: int) -> str:
