@@ -120,6 +120,16 @@ def make_gpu_log(name: str, seed: int, gpu_name: str = "NVIDIA H100 80GB HBM3", 
     )
 
 
+def add_untried_case(folder: Path, speed: float) -> Path:
+    """CUDA graphs without a DataLoader on 2 GPUs, which no case of the example has on 8; returns its run log."""
+    log = make_gpu_log("baseline/1.2-compile", 41, speed=speed)
+    config = log.config.model_copy(update={"name": "baseline/1.4-graphs", "cuda_graphs": True})
+    used = {**log.used, "cuda_graphs": Choice(requested="true", used="true")}
+    path = folder / "runs" / f"{config.name}.json"
+    write_run_log(path, log.model_copy(update={"name": config.name, "config": config, "used": used}))
+    return path
+
+
 PROFILED = ("baseline/1.2-compile", "scaling/2.1-plain-gpus8", "tiers/tier3")
 
 

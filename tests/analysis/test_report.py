@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from analysis.example_study import make_gpu_log, write_gpu_study
+from analysis.example_study import add_untried_case, make_gpu_log, write_gpu_study
 
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report import main, write_report
@@ -142,13 +142,15 @@ def test_no_difference_skips_and_fallbacks_are_told(page: Page):
 
 def test_summary_has_exactly_the_agreed_keys(written: Path):
     summary = json.loads((written / "summary.json").read_text())
-    assert set(summary) == {"machine", "study", "cases", "time"}
+    assert set(summary) == {"machine", "study", "cases", "recommended", "time"}
     assert summary["study"] == "llama2-1.36b-80gb"
     case = summary["cases"]["tiers/tier1"]
     assert set(case) == {"status", "world_size", "tokens_per_s_per_gpu", "mfu", "peak_memory_gib"}
     assert set(case["mfu"]) == {"palm", "matmul", "causal", "mamfu"}
     for values in (case["tokens_per_s_per_gpu"], *case["mfu"].values()):
         assert set(values) == {"median", "q1", "q3"} and values["q1"] <= values["median"] <= values["q3"]
+    recommended = summary["recommended"]["llama2-1.36b"]
+    assert (recommended["case"], recommended["world_size"], recommended["untried"]) == ("tiers/tier3", 8, None)
     spent = summary["time"]["total"]
     assert set(spent) == {"runs", "total_s", "gpu_total_s", "parts_s", "gpu_parts_s"}
     assert sum(spent["parts_s"].values()) == pytest.approx(spent["total_s"], rel=1e-12)
@@ -213,6 +215,22 @@ def test_the_machine_time_names_its_largest_part_and_who_is_left_out(changed_stu
     total, *stages = re.findall(r"^\| \*\*total\*\* \| ([\d,.]+) \|", text, flags=re.M)
     minutes = [float(value.replace(",", "")) for value in stages]
     assert len(stages) == 7 and sum(minutes) == pytest.approx(float(total.replace(",", "")), abs=0.05)
+
+
+def test_settings_untried_on_all_gpus_are_named_below_the_recommendation(changed_study: Path):
+    path = add_untried_case(changed_study, speed=1.06)
+    words = " ".join(page_of(changed_study).words.replace("\u00a0", " ").split())
+    told = re.search(
+        r"Not measured on 8 GPUs: baseline/1\.4-graphs reached 73,\d00 tokens/s/GPU on 2 GPUs, \+6\..*", words
+    )
+    assert told is not None and "It differs in: loader.kind: dataloader → memmap. This would measure it" in told[0]
+    command = json.loads((changed_study / "summary.json").read_text())["recommended"]["llama2-1.36b"]["untried"][
+        "command"
+    ]
+    assert "world_size=8" in command and command in words
+    assert f"```\n{command}\n```" in (changed_study / "report.md").read_text(encoding="utf-8")
+    path.unlink()
+    assert "Not measured on" not in page_of(changed_study).words
 
 
 def test_an_unknown_card_costs_the_mfu_not_the_report(tmp_path: Path):

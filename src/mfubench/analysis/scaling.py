@@ -11,6 +11,7 @@ from statistics import geometric_mean
 from mfubench.analysis.effects import settings_that_ran, spread_between_processes
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.statistics import Interval, difference
+from mfubench.run_log import RunLog
 
 WORLD_SIZE_SUFFIX = re.compile(r"-gpus\d+$")
 
@@ -71,13 +72,7 @@ def series_of(measures: dict[str, Measures]) -> dict[str, dict[int, list[Measure
     for judged in measures.values():
         if judged.log.status != "ok" or judged.tokens_per_s_per_gpu is None or judged.log.config.stage == "smoke":
             continue
-        settings = settings_that_ran(judged.log)
-        settings.pop("world_size")
-        settings.pop("nnodes")
-        # alone, a process has nothing to do in parallel: `none` and `ddp` are then the same series
-        if settings["parallelism"] == "none":
-            settings["parallelism"] = "ddp"
-        by_settings.setdefault(json.dumps(settings, sort_keys=True), []).append(judged)
+        by_settings.setdefault(series_key(judged.log), []).append(judged)
 
     series: dict[str, dict[int, list[Measures]]] = {}
     for runs in by_settings.values():
@@ -89,3 +84,14 @@ def series_of(measures: dict[str, Measures]) -> dict[str, dict[int, list[Measure
             members.setdefault(run.log.config.world_size, []).append(run)
         series[names[0]] = members
     return dict(sorted(series.items()))
+
+
+def series_key(log: RunLog) -> str:
+    """Equal for runs that differ in the world size alone."""
+    settings = settings_that_ran(log)
+    settings.pop("world_size")
+    settings.pop("nnodes")
+    # alone, a process has nothing to do in parallel: `none` and `ddp` are then the same series
+    if settings["parallelism"] == "none":
+        settings["parallelism"] = "ddp"
+    return json.dumps(settings, sort_keys=True)

@@ -6,7 +6,7 @@ from mfubench.analysis.answer import NEAR_FASTEST, Answer, Candidate, answers, c
 from mfubench.analysis.figures import throughput
 from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.report.blocks import Block, Card, Cards, Figure, Notice, Section, Table, Text
+from mfubench.analysis.report.blocks import Block, Card, Cards, Command, Figure, Notice, Section, Table, Text
 from mfubench.analysis.units import (
     TOO_NOISY,
     format_gib,
@@ -16,6 +16,7 @@ from mfubench.analysis.units import (
     format_signed_percent,
     is_noise,
 )
+from mfubench.analysis.untried import untried
 from mfubench.host_load import contention_of_run
 
 MOST_CANDIDATES = 8
@@ -70,8 +71,34 @@ def answer_blocks(found: Findings, answer: Answer) -> list[Block]:
     )
     columns = ["case|", "tokens/s in all", "against the fastest", per_gpu(found), "MFU (palm)"]
     columns += ["spread", "outliers", "failures", "memory"]
-    uneven = unevenness(fastest)
-    return [*uneven, Cards(cards), Table(columns, [candidate_row(candidate) for candidate in shown], caption)]
+    table = Table(columns, [candidate_row(candidate) for candidate in shown], caption)
+    return [*unevenness(fastest), Cards(cards), *untried_blocks(found, answer), table]
+
+
+def untried_blocks(found: Findings, answer: Answer) -> list[Block]:
+    """What may be faster still: settings that only ran on fewer GPUs than the recommended ones."""
+    item = untried(found, answer)
+    if item is None:
+        return []
+    fastest, case = answer.fastest, item.candidate
+    many, few = fastest.config.world_size, case.config.world_size
+    rate, unit = fastest.tokens_per_s / many, per_gpu(found)
+    differs_in = ", ".join(f"{key}: {before} → {after}" for key, (before, after) in item.differs_in.items())
+    basis = " (within-run only)" if item.difference.basis == "within-run" else ""
+    sentence = (
+        f"**Not measured on {count_words(found, many)}:** `{case.case}` reached "
+        f"{format_rate(item.tokens_per_s_per_gpu)} {unit} on {count_words(found, few)}, "
+        f"{format_signed_percent(item.difference.change)} ({format_interval(item.difference.interval)}){basis} "
+        f"against the {format_rate(rate)} of `{fastest.case}`. It differs in: {differs_in}. "
+        f"This would measure it on {count_words(found, many)}:"
+    )
+    return [Text(sentence), Command(item.command)]
+
+
+def count_words(found: Findings, world_size: int) -> str:
+    """1 GPU, 2 GPUs, 4 processes."""
+    one, more = ("GPU", "GPUs") if per_gpu(found).endswith("GPU") else ("process", "processes")
+    return f"{world_size} {one if world_size == 1 else more}"
 
 
 def unevenness(candidate: Candidate) -> list[Block]:
@@ -93,22 +120,19 @@ def fastest_note(answer: Answer) -> str:
 def card(title: str, candidate: Candidate, found: Findings, note: str) -> Card:
     config = candidate.config
     mfu = candidate.runs[0].headline_mfu
-    processes = "GPU" if per_gpu(found).endswith("GPU") else "process"
-    if config.world_size > 1:
-        processes = "GPUs" if processes == "GPU" else "processes"
     facts = [f"case `{candidate.case}` — {note}"]
     if mfu is not None:
         facts.append(f"MFU {format_percent(mfu)} (palm)")
     facts.append(
         f"micro-batch {config.micro_batch_size} × accumulation {config.gradient_accumulation_steps} × "
-        f"{config.world_size} {processes} = {config.tokens_per_step:,} tokens a step"
+        f"{count_words(found, config.world_size)} = {config.tokens_per_step:,} tokens a step"
     )
     if candidate.peak_memory_gib is not None:
         capacity = candidate.runs[0].capacity_gib
         share = f", {100 * candidate.peak_memory_gib / capacity:.0f} % of {format_gib(capacity)}" if capacity else ""
         facts.append(f"memory {format_gib(candidate.peak_memory_gib)}{share}")
     facts.append(stability_words(candidate))
-    headline = f"{format_rate(candidate.tokens_per_s)} tokens/s on {config.world_size} {processes}"
+    headline = f"{format_rate(candidate.tokens_per_s)} tokens/s on {count_words(found, config.world_size)}"
     return Card(title, headline, facts, command_for(config))
 
 

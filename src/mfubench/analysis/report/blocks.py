@@ -24,6 +24,14 @@ class Notice:
 
 
 @dataclass(frozen=True)
+class Command:
+    """A line for a shell, to be copied."""
+
+    command: str
+    kind: str = "command"
+
+
+@dataclass(frozen=True)
 class Table:
     """Columns whose title ends in "|" hold text (to the left), the others numbers (to the right)."""
 
@@ -73,7 +81,7 @@ class Folded:
     kind: str = "folded"
 
 
-Block = Text | Notice | Table | Figure | Cards | Folded
+Block = Text | Notice | Command | Table | Figure | Cards | Folded
 
 
 @dataclass(frozen=True)
