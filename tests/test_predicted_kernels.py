@@ -13,6 +13,7 @@ from mfubench.config import KernelsConfig, RunConfig
 from mfubench.measured_runs import REFERENCE, as_run, observe, observe_memory, read_all_ceilings, read_runs
 from mfubench.memory import estimate_memory
 from mfubench.predict import check_predictions, predict
+from mfubench.prediction_pages import unseen_kernels
 from mfubench.run_log import Choice
 from mfubench.step_model import (
     accumulation_bytes,
@@ -251,3 +252,25 @@ def test_an_h200_computes_at_the_fraction_measured_on_an_h100():
     assert "as measured on NVIDIA H100 80GB HBM3, the same chip" in basis
     # half the power: another rate at the limit
     assert card_rates("NVIDIA H100 PCIe", config, [ceilings]) == datasheet_rates("NVIDIA H100 PCIe", config)
+
+
+def test_ceilings_of_the_same_chip_count_once_however_often_they_are_given():
+    """A study for each model measures the same card again: their fractions must not multiply."""
+    config = run_of()
+    (h100,) = read_all_ceilings([REFERENCE / "h100"])
+    h200 = read_all_ceilings([REFERENCE / "h200"])
+    assert len(h200) == 2
+    assert card_rates(H200, config, [h100, h100]) == card_rates(H200, config, [h100])
+    assert card_rates(H100, config, [h200[1], *h200]) == card_rates(H100, config, h200)
+    # an H800 is an H100 with fewer links, and has not the H200's memory
+    assert card_rates("NVIDIA H800", config, [h100, *h200]) == card_rates("NVIDIA H800", config, [h100])
+
+
+def test_runs_of_one_name_on_two_cards_all_count(observations):
+    """kernels/all-cudnn ran on an H100 and on an H200, tiers/tier4 with two models: each is a run."""
+    single = [one for one in observations if one.config.world_size == 1]
+    own = [one for one in single if one.config.kernels != KernelsConfig()]
+    factors, _ = fit_factors([one for one in single if one.config.kernels == KernelsConfig()])
+    off = [abs(one.step_s / predicted_seconds(one, factors) - 1) for one in own]
+    assert len({one.name for one in own}) < len(own)
+    assert f": {sum(error <= 0.05 for error in off)} of the {len(own)} with them" in unseen_kernels(observations)

@@ -183,7 +183,8 @@ def card_rates(
 ) -> Rates:
     """Rates of a card: the datasheet's fractions, replaced by what was measured on a card of this kind.
 
-    Where none of this kind was measured, but one with the same chip (`same_chip`), the fractions are that one's.
+    Where none of this kind was measured, but one with the same chip (`same_chip`), the fractions are that one's; of
+    several, the one's whose memory is nearest in bandwidth.
     """
     rates, row = datasheet_rates(gpu, config, network_gb_s), find_gpu(gpu)
     measured = [(one, find_gpu(one.device_name)) for one in ceilings if one.device == "cuda"]
@@ -192,10 +193,11 @@ def card_rates(
         rates = measured_rates(rates, one, config)
     if here:
         return rates
-    for one, other in measured:
-        if same_chip(row, other):
-            rates = related_rates(rates, one, config)
-    return rates
+    alike = [(one, other) for one, other in measured if same_chip(row, other)]
+    if not alike:
+        return rates
+    nearest = min((other for _, other in alike), key=lambda other: abs(other.bandwidth_gb_s - row.bandwidth_gb_s))
+    return related_rates(rates, [one for one, other in alike if other.key == nearest.key], config)
 
 
 def same_chip(row: HardwareRow, other: HardwareRow) -> bool:
@@ -207,11 +209,12 @@ def same_chip(row: HardwareRow, other: HardwareRow) -> bool:
     )
 
 
-def related_rates(rates: Rates, ceilings: Ceilings, config: RunConfig) -> Rates:
-    """`rates` times what a related card's ceilings are over the rates of its datasheet; links aside."""
+def related_rates(rates: Rates, ceilings: Sequence[Ceilings], config: RunConfig) -> Rates:
+    """`rates` times what the ceilings of one related kind of card are over the rates of its datasheet; links aside."""
     alone = config.model_copy(update={"world_size": 1, "nnodes": 1})
-    expected = datasheet_rates(ceilings.device_name, alone)
-    found = measured_rates(expected, ceilings, alone)
+    expected = found = datasheet_rates(ceilings[0].device_name, alone)
+    for one in ceilings:
+        found = measured_rates(found, one, alone)
     return replace(
         rates,
         matmul_tflops=rates.matmul_tflops * found.matmul_tflops / expected.matmul_tflops,
