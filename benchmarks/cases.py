@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import yaml
 from pydantic import Field
 
 import mfubench
@@ -15,10 +14,14 @@ from benchmarks.peers.job import Job
 from mfubench.code_digest import code_digest
 from mfubench.config import ConfigError, RunConfig, Strict, parse
 from mfubench.presets import load_model
+from mfubench.yaml_files import load_yaml
 
 FILE = Path(__file__).parent / "cases.yaml"
 PACKAGE = Path(mfubench.__file__).parent
+PEERS = Path(__file__).parent / "peers"
 CHECKOUTS = {"torchtitan": "torchtitan", "nanogpt": "nanogpt", "litgpt": "litgpt"}  # system -> option with its path
+
+MicroBatches = tuple[Annotated[int, Field(ge=1)], ...]
 
 
 class System(Strict):
@@ -30,8 +33,8 @@ class System(Strict):
 class Case(Strict):
     model: str
     sequences_per_step: int = Field(ge=1, description="per GPU and optimizer step")
-    micro_batch_sizes: tuple[int, ...] = Field(min_length=1, strict=False)
-    best_of: dict[str, tuple[int, ...]] = Field({}, strict=False)
+    micro_batch_sizes: MicroBatches = Field(min_length=1, strict=False)
+    best_of: dict[str, MicroBatches] = Field({}, strict=False)
     systems: tuple[str, ...] = Field(min_length=1, strict=False)
     seq_len: int = 2048
 
@@ -48,8 +51,12 @@ def read_cases(path: Path = FILE) -> Cases:
     """Raises ConfigError naming what is wrong with the file."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; --cases names one in the form of {FILE.name}")
-    cases = parse(Cases, yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
+    cases = parse(Cases, load_yaml(path), str(path))
+    for name, declared in cases.systems.items():
+        if not (PEERS / f"{declared.driver}.py").is_file():
+            raise ConfigError(f"{path}: systems.{name}.driver: no driver {declared.driver!r} in {PEERS}")
     for name, case in cases.cases.items():
+        load_model(case.model)  # raises for one that no preset names
         for system in case.systems:
             if system not in cases.systems:
                 raise ConfigError(f"{path}: cases.{name}.systems: no system {system!r}")

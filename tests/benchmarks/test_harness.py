@@ -100,6 +100,29 @@ def test_another_file_of_cases_takes_the_place_of_the_shipped_one(tmp_path):
         prepare(make_parser().parse_args([*options, "--cases", str(tmp_path / "missing.yaml")]))
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (("micro_batch_sizes: [1]", "micro_batch_sizes: [1"), r"own\.yaml: is no valid YAML"),
+        (("micro_batch_sizes: [1]", "micro_batch_sizes: [0]"), r"micro_batch_sizes.*greater than or equal to 1"),
+        (("mfubench_engine", "other_engine"), r"systems\.mine\.driver: no driver 'other_engine'"),
+        (("llama2-tiny", "llama9-tiny"), r"no model preset 'llama9-tiny'"),
+        (("driver:", "drver:"), r"drver: unknown key"),
+    ],
+)
+def test_a_broken_file_of_cases_is_told_before_anything_runs(tmp_path, change, complaint):
+    own = tmp_path / "own.yaml"
+    text = (
+        "systems:\n  mine: {driver: mfubench_engine}\n"
+        "cases:\n  small: {model: llama2-tiny, sequences_per_step: 2, micro_batch_sizes: [1], systems: [mine]}\n"
+    )
+    own.write_text(text)
+    assert list(read_cases(own).cases) == ["small"]
+    own.write_text(text.replace(*change))
+    with pytest.raises(ConfigError, match=complaint):
+        read_cases(own)
+
+
 def test_repeats_take_turns_with_the_best_micro_batch_and_go_on_where_they_ended(tmp_path):
     known = {
         ("mfubench", 8): record_at(3000.0),
