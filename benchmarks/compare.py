@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks import figure, rows
 from benchmarks.cases import CHECKOUTS, FILE, Cases, Plan, make_job, read_cases
 from benchmarks.peers.job import Job, Record, read_record
+from benchmarks.peers.mfubench_engine import run_config
 from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine
 from benchmarks.tiny_data import write_tiny_dataset
 from mfubench.config import ConfigError
@@ -180,6 +181,8 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[str]]:
         names = ["tiny", "tiny-gpt2"]
     elif arguments.data is None:
         raise ConfigError("--data: missing; the folder of a prepared dataset (resources/datasets/NAME) is needed")
+    elif not (arguments.data / "meta.json").is_file():
+        raise ConfigError(f"--data: {arguments.data} is no prepared dataset: it has no meta.json")
     if names == ["all"]:
         names = [name for name in cases.cases if not name.startswith("tiny")]
     if unknown := [name for name in names if name not in cases.cases]:
@@ -187,7 +190,17 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[str]]:
     if unknown := [name for name in arguments.systems or () if name not in cases.systems]:
         raise ConfigError(f"--systems: no system {unknown[0]!r} in {arguments.cases}: {', '.join(cases.systems)}")
     cases = own_settings(cases, arguments.set)
+    check_own_settings(cases, plan, {name: list(arguments.systems or cases.cases[name].systems) for name in names})
     return cases, plan, names
+
+
+def check_own_settings(cases: Cases, plan: Plan, systems: dict[str, list[str]]) -> None:
+    """Raises ConfigError where mfubench would refuse its settings, before anything runs."""
+    for name, chosen in systems.items():
+        for system in chosen:
+            if cases.systems[system].driver == "mfubench_engine":
+                size = cases.cases[name].candidates(system)[0]
+                run_config(make_job(plan, cases, name, system, size, "checked", trial=True))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,15 @@ from mfubench.ceilings.schema import AttentionRate, Ceilings, CollectiveRate, Co
 from mfubench.cli import app
 from mfubench.config import ConfigError, MemorySearch
 from mfubench.flops import flop_terms, flops_per_token
-from mfubench.measured_runs import as_run, observe, observe_memory, read_memory_searches, read_runs
+from mfubench.measured_runs import (
+    REFERENCE,
+    as_run,
+    observe,
+    observe_memory,
+    read_all_ceilings,
+    read_memory_searches,
+    read_runs,
+)
 from mfubench.memory import (
     FSDP_KEPT_FRACTION,
     MemoryFit,
@@ -33,7 +41,7 @@ from mfubench.planner_search import build_model, shapes
 from mfubench.predict import check_predictions, format_checks, plan_run, predict, predict_fastest
 from mfubench.presets import load_model
 from mfubench.run_log import Choice, RankMemory, write_json, write_run_log
-from mfubench.step_model import micro_step_matmuls, slowest_of, step_terms
+from mfubench.step_model import attention_seconds, micro_step_matmuls, slowest_of, step_terms
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -663,3 +671,21 @@ def test_command_says_what_is_wrong():
     ):
         with pytest.raises(ConfigError, match=words):
             CliRunner().invoke(app, ["predict", *arguments], catch_exceptions=False)
+
+
+def test_a_measured_rate_of_eager_attention_is_taken_as_it_is():
+    """Its causal FLOPs over the measured rate: what it computes beyond them, and its softmax, are in that rate."""
+    (ceilings, *_) = read_all_ceilings([REFERENCE / "h200" / "llama2-1.36b-2x80gb"])
+    config = plan_run(load_model("llama2-1.36b"), 1, micro_batch_size=6, attention="eager")
+    rates = card_rates("NVIDIA H200", config, [ceilings])
+    measured = next(one.forward_backward_tflops for one in ceilings.attention if one.backend == "eager")
+    assert rates.attention_tflops("eager") == pytest.approx(measured)
+    flops = 18 * 3.5 * 4 * 128 * 6 * 18 * 2048**2 / 2  # layers, passes, a score's FLOPs, scores below the diagonal
+    assert attention_seconds(config, rates) == pytest.approx(flops / (measured * 1e12))
+
+
+@pytest.mark.parametrize(("gpu", "backend"), [("NVIDIA A100-SXM4-80GB", "fa4"), ("NVIDIA B200", "fa3")])
+def test_an_attention_kernel_that_does_not_run_on_the_card_is_refused(gpu, backend):
+    config = plan_run(load_model("llama2-1.36b"), 1, micro_batch_size=1, attention=backend)
+    with pytest.raises(ConfigError, match=f"attention: {backend} does not run on {gpu}; there is cudnn, "):
+        predict(config, gpu)

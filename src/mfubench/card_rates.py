@@ -89,8 +89,14 @@ class Rates:
     related: str | None = None  # card with the same chip whose ceilings scale these
 
     def attention_tflops(self, backend: str) -> float:
-        """`auto` is the fastest there is."""
-        return max(self.attention.values()) if backend == "auto" else self.attention[backend]
+        """`auto` is the fastest there is. Raises ConfigError for a kernel that does not run on the card."""
+        if backend == "auto":
+            return max(self.attention.values())
+        if backend not in self.attention:
+            raise ConfigError(
+                f"attention: {backend} does not run on {self.gpu}; there is {', '.join(self.attention)}, or auto"
+            )
+        return self.attention[backend]
 
     def attention_slowdown(self, seq_len: int, head_dim: int) -> float:
         """Time a FLOP of attention takes, over that at 2,048 tokens and head size 128."""

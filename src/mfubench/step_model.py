@@ -99,16 +99,9 @@ def attention_seconds(config: RunConfig, rates: Rates) -> float:
     scores = config.micro_batch_size * m.num_attention_heads * config.seq_len**2 / 2  # causal
     forward = 4 * m.head_dim * scores  # q.k and p.v, a multiply and an add each
     passes = 3.5 + (1.0 if config.activation_checkpointing == "full" else 0.0)  # backward: 5 matmuls to forward's 2
-    if config.attention == "eager":
-        passes *= 2  # no skipping of what the mask hides
     flops = m.num_hidden_layers * passes * forward
     slowdown = rates.attention_slowdown(config.seq_len, m.head_dim)
-    seconds = flops * slowdown / (rates.attention_tflops(config.attention) * 1e12)
-    if config.attention == "eager":
-        # float32 softmax over materialised scores: mask, softmax, cast forward; three passes backward
-        moved = 2 * scores * m.num_hidden_layers * 6 * (4 + ELEMENT_BYTES[config.dtype])
-        seconds += moved / (rates.bandwidth_gb_s * 1e9)
-    return seconds
+    return flops * slowdown / (rates.attention_tflops(config.attention) * 1e12)
 
 
 def elementwise_bytes(config: RunConfig) -> float:

@@ -91,6 +91,9 @@ def test_another_file_of_cases_takes_the_place_of_the_shipped_one(tmp_path):
         "cases:\n  small: {model: llama2-tiny, sequences_per_step: 2, micro_batch_sizes: [1], systems: [mine]}\n"
     )
     options = ["--cases", str(own), "--data", str(tmp_path), "--set", "seed=7"]
+    with pytest.raises(ConfigError, match=r"--data: .* is no prepared dataset: it has no meta\.json"):
+        prepare(make_parser().parse_args([*options, "--case", "all"]))
+    (tmp_path / "meta.json").write_text("{}")
     cases, _, names = prepare(make_parser().parse_args([*options, "--case", "all"]))
     assert names == ["small"]
     assert cases.systems["mine"].settings == {"compile": "none", "seed": 7}
@@ -98,6 +101,8 @@ def test_another_file_of_cases_takes_the_place_of_the_shipped_one(tmp_path):
         prepare(make_parser().parse_args(options))
     with pytest.raises(ConfigError, match=r"missing\.yaml: no such file; --cases names one in the form of cases\.yaml"):
         prepare(make_parser().parse_args([*options, "--cases", str(tmp_path / "missing.yaml")]))
+    with pytest.raises(ConfigError, match=r"settings of mine\.foo: unknown key"):
+        prepare(make_parser().parse_args([*options, "foo=1", "--case", "all"]))
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def next_sentence(found: Findings, profiled: Profiled) -> str:
         f"**The next optimisation of `{profiled.case}` is: {row.label}.** It takes {format_seconds(row.time_s)} of a "
         f"step of {format_seconds(profiled.rank.step_s)}, and {at_best}. Without the difference the rate would be "
         f"{format_rate(then)} instead of {format_rate(now)} {per_gpu(found)} ({format_signed_percent(then / now - 1)})."
-        f"{remedy(found, row)}{unknown}"
+        f"{remedy(found, profiled.case, row)}{unknown}"
     )
 
 
@@ -120,8 +120,10 @@ def unlike_sentence(profiled: Profiled) -> str:
     )
 
 
-def remedy(found: Findings, row: Row) -> str:
+def remedy(found: Findings, case: str, row: Row) -> str:
     """What to try, where a setting of this project is made for it."""
+    if row.key == "attention" and row.ideal.startswith(f"{found.good[case].log.used['attention'].used}, "):
+        return " No other backend was faster here: what it takes beyond that is what a whole step costs it."
     on_cpu = per_gpu(found).endswith("process")
     words = (ON_CPU if on_cpu else ON_GPU).get(row.key)
     return f" To try: {words}." if words else ""
