@@ -203,10 +203,21 @@ def loss_bytes(config: RunConfig) -> float:
     # read logits for the sum, read and write for the gradient, read (own kernel: in place, so that nothing is left)
     loss = tokens * element * (3 if "loss" in own_groups(config) else 4) * vocab_size
     if config.loss != "full":
-        chunks = math.ceil(tokens * element * vocab_size / LOSS_CHUNK_BYTES)
-        weight = vocab_size * config.model.hidden_size
-        loss += weight * (chunks * 2 * GRADIENT_BYTES + 4 * element)  # a float32 sum each chunk, then cast and scaled
-    return float(loss)
+        loss += vocab_size * config.model.hidden_size * 4 * element  # the weight's gradient, cast and scaled
+    return float(loss + chunk_sum_bytes(config))
+
+
+def chunk_sum_bytes(config: RunConfig) -> float:
+    """Bytes of one micro-step that add each chunk's gradient of the head's weight to a float32 sum.
+
+    The matmul's epilogue moves them: part of what the loss costs, but of no kernel of its own.
+    """
+    if config.loss == "full":
+        return 0.0
+    vocab_size = config.model.vocab_size
+    logits = config.micro_batch_size * config.seq_len * ELEMENT_BYTES[config.dtype] * vocab_size
+    chunks = math.ceil(logits / LOSS_CHUNK_BYTES)
+    return float(vocab_size * config.model.hidden_size * chunks * 2 * GRADIENT_BYTES)
 
 
 def accumulation_bytes(config: RunConfig) -> float:

@@ -18,10 +18,12 @@ from mfubench.analysis.profiles import Profiled, fold_unnamed, rows_of
 from mfubench.analysis.report.profile_section import headline_blocks, next_sentence, profile_section
 from mfubench.analysis.roofline import Point, points_of
 from mfubench.analysis.tables import profiles_table
+from mfubench.predict import plan_run
+from mfubench.presets import load_model
 from mfubench.profiling.breakdown import MatmulTotal
 from mfubench.profiling.trace_file import trace_of_reason, write_trace
 from mfubench.run_log import Choice
-from mfubench.step_model import elementwise_bytes, elementwise_bytes_by_group, micro_step_matmuls
+from mfubench.step_model import chunk_sum_bytes, elementwise_bytes, elementwise_bytes_by_group, micro_step_matmuls
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,15 @@ def ideals_with(profiled: Profiled, found: Findings, asked: dict[str, str], used
     config = log.config.model_copy(update={"kernels": kernels})
     log = log.model_copy(update={"config": config, "used": log.used | choices})
     return ideals_of(replace(profiled.judged, log=log), found.study.ceilings)
+
+
+def test_a_chunked_loss_leaves_the_sum_over_its_chunks_to_the_matmuls():
+    """Qwen3, micro-batch 6: 12,288 tokens, logits in four chunks; the own kernel reads twice and writes once."""
+    settings = {"micro_batch_size": 6, "gradient_accumulation_steps": 8, "loss": "chunked"}
+    config = plan_run(load_model("qwen3-1.8b"), 1, kernels={"cross_entropy": "fused"}, **settings)
+    softmax, weight = 12_288 * 151_936 * 2 * 3, 151_936 * 2048 * (4 + 4)  # bytes
+    assert memory_traffic(config)["loss"] == 8 * (softmax + weight)
+    assert chunk_sum_bytes(config) == 4 * 151_936 * 2048 * (4 + 4)
 
 
 def test_accumulating_matmuls_read_and_write_float32_where_the_run_used_them(profiled: Profiled, found: Findings):

@@ -16,6 +16,7 @@ from mfubench.run_log import RunLog
 from mfubench.step_model import (
     GRADIENT_BYTES,
     accumulation_bytes,
+    chunk_sum_bytes,
     elementwise_bytes_by_group,
     epilogue_bytes,
     micro_step_matmuls,
@@ -144,9 +145,13 @@ def add_epilogues(ideals: Ideals, config: RunConfig, copy_gb_s: float) -> None:
 
 
 def memory_traffic(config: RunConfig) -> dict[str, float]:
-    """Bytes a step on one GPU by row of the waterfall, fused as far as a compiler fuses."""
+    """Bytes a step on one GPU by row of the waterfall, fused as far as a compiler fuses.
+
+    What a chunked loss adds up of its weight's gradient is not among them: its matmuls move that.
+    """
     steps = config.gradient_accumulation_steps
     groups = {name: steps * size for name, size in elementwise_bytes_by_group(config).items()}
+    groups["loss"] -= steps * chunk_sum_bytes(config)
     return groups | {"accumulation": accumulation_bytes(config), "optimizer": optimizer_bytes(config)}
 
 
