@@ -72,6 +72,18 @@ def test_cases_of_one_study_alone_and_other_settings(gpu_study: Path, changed_st
     assert changes["ablations/4.1-sdpa"].differs_in == {"attention": ("sdpa", "eager")}
 
 
+def test_rates_of_two_models_are_not_compared(gpu_study: Path, changed_study: Path):
+    path = changed_study / "runs" / "tiers" / "tier3.json"
+    log = make_gpu_log("tiers/tier3", 7, speed=0.5)
+    larger = log.config.model.model_copy(update={"name": "llama2-2b", "num_hidden_layers": 27})
+    write_run_log(path, log.model_copy(update={"config": log.config.model_copy(update={"model": larger})}))
+    comparison = compare_studies(gpu_study, changed_study, 0.02)
+    change = next(change for change in comparison.changes if change.case == "tiers/tier3")
+    assert (change.verdict, change.reason) == ("other model", "llama2-1.36b → llama2-2b")
+    assert change.difference is None
+    assert comparison.regressions == []
+
+
 def test_command_line(gpu_study: Path, changed_study: Path):
     write_run_log(changed_study / "runs" / "tiers" / "tier3.json", make_gpu_log("tiers/tier3", 7, speed=0.9))
     runner = CliRunner()

@@ -12,7 +12,9 @@ from mfubench.analysis.measures import Measures, measure
 from mfubench.analysis.statistics import Difference, ProcessSpread, difference, process_spread
 from mfubench.analysis.study import Study, base_name, load_study, machine_of
 
-Verdict = Literal["regression", "broken", "slower", "faster", "no difference", "only in one", "not measured"]
+Verdict = Literal[
+    "regression", "broken", "slower", "faster", "no difference", "other model", "only in one", "not measured"
+]
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def compare_studies(first: Path | str, second: Path | str, threshold: float) -> 
 
     A case is a regression when its rate fell by more than the threshold and the 95 % interval of the change lies
     below zero, and broken when it ended well in the first study and did not in the second. Of smoke tests only that
-    is told: their few steps are a gate, no measurement.
+    is told: their few steps are a gate, no measurement. Rates of two models are not compared.
     Raises ConfigError as `load_study` does.
     """
     before, after = Side.of(first), Side.of(second)
@@ -102,7 +104,9 @@ def joint_spread(studies: list[dict[str, Measures]]) -> ProcessSpread | None:
 
 def compare_case(before: Side, after: Side, name: str, threshold: float, spread: ProcessSpread | None) -> CaseChange:
     old, new = processes(before.measures, name), processes(after.measures, name)
-    measured = difference([run.rates for run in new], [run.rates for run in old], spread)
+    measured = None
+    if not old or not new or old[0].log.config.model == new[0].log.config.model:
+        measured = difference([run.rates for run in new], [run.rates for run in old], spread)
     verdict, reason = verdict_of(before, after, name, measured, threshold)
     return CaseChange(
         case=name,
@@ -132,6 +136,9 @@ def verdict_of(
             return "broken", after.study.failures[name].reason
     if not ended_before or not ended_after:
         return "only in one", "not in the first study" if not ended_before else "not in the second study"
+    models = [next(iter(logs.values())).config.model.name for logs in (ended_before, ended_after)]
+    if next(iter(ended_before.values())).config.model != next(iter(ended_after.values())).config.model:
+        return "other model", " → ".join(models) if models[0] != models[1] else f"{models[0]}, of another shape"
     if measured is None:
         return "not measured", "fewer than five measured steps in a study"
     if not measured.is_difference:
