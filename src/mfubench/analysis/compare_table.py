@@ -18,8 +18,11 @@ def print_comparison(comparison: StudyComparison, console: Console | None = None
     console.print(f"second: {comparison.second} — {comparison.machines[1]}", highlight=False)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("case", "first", "second", "change", "95 % interval", "MFU (palm)", "memory", "verdict"):
-        where = "left" if title in ("case", "verdict") else "right"
-        table.add_column(title, justify=where, overflow="fold" if title == "case" else "ellipsis")  # names stay whole
+        table.add_column(
+            title,
+            justify="left" if title in ("case", "verdict") else "right",
+            overflow="fold" if title == "case" else "ellipsis",  # names stay whole
+        )
     for change in comparison.changes:
         table.add_row(*row_of(change), style=STYLES.get(change.verdict))
     console.print(table)
