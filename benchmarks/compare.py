@@ -190,14 +190,17 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[str]]:
     if unknown := [name for name in arguments.systems or () if name not in cases.systems]:
         raise ConfigError(f"--systems: no system {unknown[0]!r} in {arguments.cases}: {', '.join(cases.systems)}")
     cases = own_settings(cases, arguments.set)
-    check_own_settings(cases, plan, {name: list(arguments.systems or cases.cases[name].systems) for name in names})
+    if arguments.systems:
+        chosen = {name: cases.cases[name].model_copy(update={"systems": tuple(arguments.systems)}) for name in names}
+        cases = cases.model_copy(update={"cases": cases.cases | chosen})
+    check_own_settings(cases, plan, names)
     return cases, plan, names
 
 
-def check_own_settings(cases: Cases, plan: Plan, systems: dict[str, list[str]]) -> None:
+def check_own_settings(cases: Cases, plan: Plan, names: Sequence[str]) -> None:
     """Raises ConfigError where mfubench would refuse its settings, before anything runs."""
-    for name, chosen in systems.items():
-        for system in chosen:
+    for name in names:
+        for system in cases.cases[name].systems:
             if cases.systems[system].driver == "mfubench_engine":
                 size = cases.cases[name].candidates(system)[0]
                 run_config(make_job(plan, cases, name, system, size, "checked", trial=True))
@@ -216,8 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     code = 0
     for name in names:
-        systems = list(arguments.systems or cases.cases[name].systems)
-        bench = Bench(name, systems, Runner(plan, cases, deadline), arguments.repeats)
+        bench = Bench(name, cases.cases[name].systems, Runner(plan, cases, deadline), arguments.repeats)
         try:
             bench.everything()
         except OutOfTime:

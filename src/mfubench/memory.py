@@ -181,7 +181,7 @@ def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
     if config.loss == "full":
         if own or config.compile != "none":
             return logits + handed_on
-        return 3 * 4 * tokens * vocab_size + 0 * head
+        return 3 * 4 * tokens * vocab_size
 
     hidden_gradient = element * tokens * model.hidden_size
     if config.loss == "fused":

@@ -104,9 +104,7 @@ def joint_spread(studies: list[dict[str, Measures]]) -> ProcessSpread | None:
 
 def compare_case(before: Side, after: Side, name: str, threshold: float, spread: ProcessSpread | None) -> CaseChange:
     old, new = processes(before.measures, name), processes(after.measures, name)
-    measured = None
-    if not old or not new or old[0].log.config.model == new[0].log.config.model:
-        measured = difference([run.rates for run in new], [run.rates for run in old], spread)
+    measured = difference([run.rates for run in new], [run.rates for run in old], spread)
     verdict, reason = verdict_of(before, after, name, measured, threshold)
     return CaseChange(
         case=name,
@@ -117,7 +115,7 @@ def compare_case(before: Side, after: Side, name: str, threshold: float, spread:
         after_mfu=new[0].headline_mfu if new else None,
         before_memory_gib=old[0].peak_memory_gib if old else None,
         after_memory_gib=new[0].peak_memory_gib if new else None,
-        difference=measured,
+        difference=None if verdict == "other model" else measured,
         differs_in=differing_settings(old[0].log, new[0].log) if old and new else {},
         reason=reason,
     )
@@ -136,9 +134,9 @@ def verdict_of(
             return "broken", after.study.failures[name].reason
     if not ended_before or not ended_after:
         return "only in one", "not in the first study" if not ended_before else "not in the second study"
-    models = [next(iter(logs.values())).config.model.name for logs in (ended_before, ended_after)]
-    if next(iter(ended_before.values())).config.model != next(iter(ended_after.values())).config.model:
-        return "other model", " → ".join(models) if models[0] != models[1] else f"{models[0]}, of another shape"
+    old, new = (next(iter(logs.values())).config.model for logs in (ended_before, ended_after))
+    if old != new:
+        return "other model", f"{old.name} → {new.name}" if old.name != new.name else f"{old.name}, of another shape"
     if measured is None:
         return "not measured", "fewer than five measured steps in a study"
     if not measured.is_difference:
