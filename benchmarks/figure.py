@@ -34,6 +34,40 @@ def draw(path: Path, rows: Sequence[dict[str, Any]], title: str, subtitle: str) 
         figure.savefig(path, metadata={"Software": "mfubench"})
 
 
+def draw_losses(path: Path, result: dict[str, Any]) -> None:
+    """Loss curves of `benchmarks.loss_parity` above, below them what each is away from its seed's reference."""
+    reference = result["reference"]["system"]
+    with LIGHT.applied():
+        words = (
+            f"{result['model']}, {result['micro_batch_size']} × {result['accumulation']} sequences of "
+            f"{result['seq_len']} tokens a step, one {result['card'] or 'CPU'}, torch {result['torch']}. A line a "
+            f"seed; below: minus {reference} of the same seed; grey: {reference} of the same seed, run again."
+        )
+        figure = titled_figure(LIGHT, "Loss of the fast settings against the plain ones", words, 5.2)
+        curves, apart = figure.subplots(2, 1, sharex=True)
+        colours = {reference: LIGHT.series[0]}
+        for place, arm in enumerate(result["arms"]):
+            colours[arm] = LIGHT.series[1 + place % (len(LIGHT.series) - 1)]
+        named: set[str] = set()
+        for name, losses in result["curves"].items():
+            system, seed, label = name.split()
+            steps = range(1, len(losses) + 1)
+            colour = colours[system] if label == "first" else "0.6"
+            if label == "first":
+                curves.plot(steps, losses, color=colour, linewidth=0.8, label=None if system in named else system)
+                named.add(system)
+            base = result["curves"].get(f"{reference} {seed} first")
+            if base is not None and (system != reference or label != "first"):
+                apart.plot(steps, [a - b for a, b in zip(losses, base, strict=True)], color=colour, linewidth=0.8)
+        curves.set_ylabel("loss, nats")
+        curves.legend(frameon=False)
+        apart.set_ylabel("difference, nats")
+        apart.set_xlabel("optimizer step")
+        for axes in (curves, apart):
+            plain_axes(axes, "y")
+        figure.savefig(path, metadata={"Software": "mfubench"})
+
+
 def label_of(row: dict[str, Any]) -> str:
     batch = f"{row['micro_batch_size']} × {row['gradient_accumulation_steps']}"
     cards = f", {row['world_size']} GPUs" if row["world_size"] > 1 else ""

@@ -50,6 +50,11 @@ class Setting:
     def label(self) -> str:
         return f"{self.model}-accumulation{self.accumulation}"
 
+    @property
+    def for_trial(self) -> Setting:
+        """One card and one micro-step: what of a model and a system need be tried only once."""
+        return dataclasses.replace(self, accumulation=1, cards=1)
+
 
 class Scaling:
     """The arms (system and parallelism) of one setting."""
@@ -61,33 +66,37 @@ class Scaling:
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
-    def job(self, system: str, parallelism: str, world_size: int, name: str, step_time_s: float | None = None) -> Job:
-        setting, runner = self.setting, self.runner
+    def job(self, system: str, parallelism: str, setting: Setting, name: str, step_time_s: float | None = None) -> Job:
+        runner = self.runner
         case = runner.cases.cases.get(setting.model)
         size = setting.micro_batch_size or (case.candidates(system)[0] if case else 8)
-        cards = "trials" if name == TRIAL else f"{setting.cards}-cards"  # however many cards: they are one trial
+        cards = "1-card" if setting.cards == 1 else f"{setting.cards}-cards"
         folder = runner.plan.work / "scaling" / setting.label / cards / f"{system}-{parallelism}" / name
-        more = {"world_size": world_size, "parallelism": parallelism}
+        more = {"world_size": 1 if parallelism == ALONE else setting.cards, "parallelism": parallelism}
         run = make_run(setting.model, setting.seq_len, size, setting.accumulation, runner.plan.device, **more)
         job = job_of(runner.plan, runner.cases, system, run, folder, trial=name == TRIAL)
         return dataclasses.replace(job, step_time_s=step_time_s)
 
     def trial_job(self, system: str) -> Job:
-        return self.job(system, ALONE, 1, TRIAL)
+        return self.job(system, ALONE, self.setting.for_trial, TRIAL)
 
     def trial(self, system: str) -> Record:
         """A short run on one card: whether the system is to be had, how long its step takes, and its compile cache."""
         expected = 5.0 if self.runner.plan.device == "cpu" else FIRST_RUN_S
-        return self.runner.run([self.trial_job(system)], f"{self.setting.label}: {system}, trial", expected, [[0]])[0]
+        return self.runner.run([self.trial_job(system)], f"{self.setting.model}: {system}, trial", expected, [[0]])[0]
+
+    def step_time(self, trial: Record) -> float:
+        """Seconds of a step, at most: micro-steps share one optimizer update, which each step of the trial has."""
+        return statistics.median(trial.step_times_s) * self.setting.accumulation
 
     def alone(self, system: str, trial: Record, number: int) -> list[Job]:
-        step = statistics.median(trial.step_times_s)
-        return [self.job(system, ALONE, 1, f"repeat-{number}-card-{i}", step) for i in range(self.setting.cards)]
+        step = self.step_time(trial)
+        names = [f"repeat-{number}-card-{i}-of-{self.setting.cards}" for i in range(self.setting.cards)]
+        return [self.job(system, ALONE, self.setting, name, step) for name in names]
 
     def joint(self, arm: str, trial: Record, number: int) -> Job:
         system, _, parallelism = arm.partition(":")
-        step = statistics.median(trial.step_times_s)
-        return self.job(system, parallelism, self.setting.cards, f"repeat-{number}", step)
+        return self.job(system, parallelism, self.setting, f"repeat-{number}", self.step_time(trial))
 
     def everything(self) -> None:
         """All repeats in turn: the cards alone, then each parallelism of the system; raises OutOfTime."""
@@ -118,7 +127,7 @@ class Scaling:
         for arm in self.arms:
             system = arm.partition(":")[0]
             if (lost := self.lost.get(system)) is not None:
-                found.append(rows.row_of(self.job(system, arm.partition(":")[2], self.setting.cards, "-"), [lost]))
+                found.append(rows.row_of(self.job(system, arm.partition(":")[2], self.setting, "-"), [lost]))
                 continue
             trial = self.runner.done([self.trial_job(system)])
             if trial is None:

@@ -1,0 +1,255 @@
+"""Whether speed changes the mathematics: `python -m benchmarks.loss_parity`, the fast settings against the plain ones.
+
+The reference is the engine without compiler and own kernels, with float32 masters. Each seed gives initial weights and
+order of the text; the reference runs each seed once and the first one twice. Two things can be called its run-to-run
+spread: what the same seed gives twice (the order of sums on a GPU is not fixed, and training amplifies it), and what
+other seeds give. An arm is held against the reference of its own seed, so that only the mathematics differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import figure, rows
+from benchmarks.cases import Cases, Plan, job_of, make_run, read_cases
+from benchmarks.compare import own_settings
+from benchmarks.peers.job import Job
+from benchmarks.runner import OutOfTime, Runner, check_machine
+from benchmarks.tiny_data import write_tiny_dataset
+from mfubench.config import ConfigError
+from mfubench.run_log import read_run_log, write_json, write_text_atomically
+
+HERE = Path(__file__).parent
+REFERENCE = "mfubench-eager"
+AGAIN = "again"  # label of the second run of the reference's first seed
+FIRST_SEED = 1234
+TAIL = 0.25  # share of the steps, at the end, whose mean loss is compared
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    model: str
+    seq_len: int
+    micro_batch_size: int
+    accumulation: int
+    steps: int
+    seeds: int
+
+
+class Parity:
+    """Runs of the reference and of each arm, seed by seed, and the curves of those that are done."""
+
+    def __init__(self, work: Work, arms: Sequence[str], runner: Runner):
+        self.work, self.arms, self.runner = work, arms, runner
+
+    # --- runs ---------------------------------------------------------------------------------------------------------
+
+    def job(self, system: str, seed: int, label: str = "first") -> Job:
+        work, plan = self.work, self.runner.plan
+        more = {"seed": FIRST_SEED + seed, "measurement": {"profile": "none"}}
+        run = make_run(work.model, work.seq_len, work.micro_batch_size, work.accumulation, plan.device, **more)
+        folder = plan.work / "loss-parity" / work.model / f"{system}-seed{seed}-{label}"
+        job = job_of(plan, self.runner.cases, system, run, folder)
+        return dataclasses.replace(job, preheat_s=0.0, warmup_steps=0, min_steps=work.steps - 1)
+
+    def plan(self) -> list[tuple[str, int, str]]:
+        """(system, seed, label) of every run, in the order in which they are made."""
+        found = []
+        for seed in range(self.work.seeds):
+            found += [(system, seed, "first") for system in (REFERENCE, *self.arms)]
+            if seed == 0:
+                found.append((REFERENCE, 0, AGAIN))
+        return found
+
+    def everything(self, expected_s: float) -> None:
+        for system, seed, label in self.plan():
+            job = self.job(system, seed, label)
+            self.runner.run([job], f"loss of {self.work.model}: {job.folder.name}", expected_s, [[0]])
+
+    # --- results ------------------------------------------------------------------------------------------------------
+
+    def curve(self, system: str, seed: int, label: str = "first") -> list[float] | None:
+        """Loss of each step; None where the run is not done, failed or diverged."""
+        job = self.job(system, seed, label)
+        records = self.runner.done([job])
+        if records is None or records[0].status != "ok":
+            return None
+        losses = [step.loss for step in read_run_log(job.folder / "run.json").steps]
+        return [loss for loss in losses if loss is not None] if None not in losses else None
+
+    def result(self) -> dict[str, Any]:
+        """Curves, spreads of the reference, and each arm's differences from it."""
+        seeds = range(self.work.seeds)
+        curves = {
+            f"{system} {seed} {label}": curve
+            for system, seed, label in self.plan()
+            if (curve := self.curve(system, seed, label)) is not None
+        }
+        references = {
+            seed: curves[f"{REFERENCE} {seed} first"] for seed in seeds if f"{REFERENCE} {seed} first" in curves
+        }
+        again = curves.get(f"{REFERENCE} 0 {AGAIN}")
+        tails = [tail(curve) for curve in references.values()]
+        record = self.runner.done([self.job(REFERENCE, 0)])
+        return {
+            **dataclasses.asdict(self.work),
+            "card": record[0].card if record else None,
+            "torch": record[0].torch if record else None,
+            "reference": {
+                "system": REFERENCE,
+                "settings": self.runner.cases.systems[REFERENCE].settings,
+                "tail_loss_by_seed": tails,
+                "between_seeds_stdev": statistics.stdev(tails) if len(tails) > 1 else None,
+                "same_seed_again": difference(references[0], again) if again and 0 in references else None,
+            },
+            "arms": {
+                arm: {
+                    "settings": self.runner.cases.systems[arm].settings,
+                    "by_seed": [
+                        difference(references[seed], curves[f"{arm} {seed} first"])
+                        for seed in references
+                        if f"{arm} {seed} first" in curves
+                    ],
+                }
+                for arm in self.arms
+            },
+            "curves": curves,
+        }
+
+
+def tail(curve: Sequence[float]) -> float:
+    """Mean loss of the last quarter of the steps."""
+    return statistics.mean(curve[-max(1, round(len(curve) * TAIL)) :])
+
+
+def difference(reference: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """How far a curve is from the reference's, in nats: at the end (tail minus tail) and step by step."""
+    apart = [a - b for a, b in zip(other, reference, strict=True)]
+    return {
+        "tail": tail(other) - tail(reference),
+        "root_mean_square": statistics.mean(d * d for d in apart) ** 0.5,
+        "largest": max(map(abs, apart)),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Differences in nats: the reference against itself, then each arm; and the verdict over all seeds."""
+    reference = result["reference"]
+    between = reference["between_seeds_stdev"]
+    again = reference["same_seed_again"]
+    lines = []
+    if again:
+        lines.append(
+            [f"{REFERENCE}, same seed again", "1", f"{again['tail']:+.4f}", f"{again['root_mean_square']:.4f}", ""]
+        )
+    if between is not None:
+        lines.append(
+            [
+                f"{REFERENCE}, other seeds (standard deviation)",
+                f"{len(reference['tail_loss_by_seed'])}",
+                f"{between:.4f}",
+                "",
+                "",
+            ]
+        )
+    for arm, found in result["arms"].items():
+        apart = found["by_seed"]
+        if not apart:
+            lines.append([arm, "0", "", "", "not measured"])
+            continue
+        tails = ", ".join(f"{one['tail']:+.4f}" for one in apart)
+        squares = ", ".join(f"{one['root_mean_square']:.4f}" for one in apart)
+        lines.append([arm, f"{len(apart)}", tails, squares, verdict(apart, between)])
+    last = max(1, round(result["steps"] * TAIL))
+    return rows.markdown_table(
+        ["", "seeds", f"loss of the last {last} steps, difference", "difference a step, rms", ""], lines
+    )
+
+
+def verdict(apart: Sequence[dict[str, float]], between: float | None) -> str:
+    """Within the spread: no seed's end is further from the reference than other seeds are from each other."""
+    if between is None:
+        return "one seed: no spread to hold it against"
+    furthest = max(abs(one["tail"]) for one in apart)
+    return "within the spread" if furthest <= between else f"beyond the spread ({furthest / between:.1f} times)"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Loss curves of mfubench's fast settings against its plain ones.")
+    parser.add_argument("--model", default="llama2-1.36b")
+    parser.add_argument("--arms", nargs="+", default=["mfubench"], metavar="SYSTEM", help="of cases.yaml, our own")
+    parser.add_argument("--micro-batch-size", type=int, default=2)
+    parser.add_argument("--accumulation", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--data", type=Path, help="folder of a prepared dataset (resources/datasets/NAME)")
+    parser.add_argument("--work", type=Path, default=HERE.parent / "build" / "benchmarks")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--minutes", type=float, help="stop in time; the same command goes on where it ended")
+    parser.add_argument("--expected", type=float, default=90.0, help="seconds that a run may take, for --minutes")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="over the arms' settings")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
+    return parser
+
+
+def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, Work]:
+    """Raises ConfigError."""
+    cases = read_cases()
+    for arm in arguments.arms:
+        if arm not in cases.systems or cases.systems[arm].driver != "mfubench_engine":
+            own = ", ".join(name for name, system in cases.systems.items() if system.driver == "mfubench_engine")
+            raise ConfigError(f"--arms: {arm}: is none of mfubench's own systems in benchmarks/cases.yaml: {own}")
+    if min(arguments.steps, arguments.seeds) < 1 or arguments.steps < 2:
+        raise ConfigError("--steps: at least 2, and --seeds: at least 1")
+    plain = cases.systems[REFERENCE]
+    cases = own_settings(cases, arguments.set)
+    cases = cases.model_copy(update={"systems": cases.systems | {REFERENCE: plain}})
+    work = Work(
+        arguments.model, 2048, arguments.micro_batch_size, arguments.accumulation, arguments.steps, arguments.seeds
+    )
+    if arguments.tiny:
+        data = arguments.data or write_tiny_dataset(Path(tempfile.mkdtemp()) / "data")
+        return cases, Plan(data, arguments.work, "cpu"), dataclasses.replace(work, model="llama2-tiny", seq_len=64)
+    if arguments.data is None:
+        raise ConfigError("--data: missing; the folder of a prepared dataset (resources/datasets/NAME) is needed")
+    return cases, Plan(arguments.data, arguments.work, "cuda"), work
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input."""
+    arguments = make_parser().parse_args(argv)
+    deadline = time.monotonic() + arguments.minutes * 60 if arguments.minutes else float("inf")
+    try:
+        cases, plan, work = prepare(arguments)
+        check_machine(plan.work)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    parity = Parity(work, arguments.arms, Runner(plan, cases, deadline))
+    code = 0
+    try:
+        parity.everything(arguments.expected)
+    except OutOfTime:
+        code = 75
+    result = parity.result()
+    arguments.results.mkdir(parents=True, exist_ok=True)
+    path = arguments.results / f"loss-parity-{work.model}"
+    write_json(path.with_name(f"{path.name}.json"), result)
+    write_text_atomically(path.with_name(f"{path.name}.md"), table(result))
+    figure.draw_losses(path.with_name(f"{path.name}.png"), result)
+    print(f"\n{table(result)}", flush=True)
+    if code:
+        print("the time was up before all was run; the same command goes on where it ended", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
