@@ -31,6 +31,7 @@ from mfubench.measured_runs import (
 )
 from mfubench.memory import (
     FSDP_KEPT_FRACTION,
+    HEAD_ROW_MULTIPLE,
     MemoryFit,
     estimate_memory,
     fsdp_keeps_weights,
@@ -472,6 +473,8 @@ def test_states_are_eighteen_bytes_a_parameter_and_sharded():
     assert zero1.masters == pytest.approx(alone.masters / 4) and zero1.moments == pytest.approx(alone.moments / 4)
     assert (zero1.weights, zero1.gradients) == (alone.weights, alone.gradients)
     sharded = make_run_config(world_size=4, parallelism="fsdp")
+    one_micro_step = sharded.model_copy(update={"gradient_accumulation_steps": 1})
+    assert estimate(one_micro_step).gradients == pytest.approx(zero1.gradients / 4)  # none is kept whole
     kept, resharded = estimate(sharded), estimate(sharded, capacity_gib=16.0)
     assert kept.weights == zero1.weights and kept.gradients == pytest.approx(1.25 * zero1.gradients)
     assert resharded.gradients < zero1.gradients and resharded.weights < zero1.weights
@@ -485,6 +488,17 @@ def test_fsdp_keeps_weights_when_the_trainer_does():
     small, large = run_on(H100, **FSDP_8B), run_on("B200", **FSDP_8B)
     lost = [one.terms_s["communication"] / one.step_time_s for one in (small, large)]
     assert lost[0] > 3 * lost[1]  # every micro-step against once
+
+
+def test_a_vocabulary_of_odd_size_costs_a_padded_copy_of_the_head():
+    assert HEAD_ROW_MULTIPLE == pytest.importorskip("mfubench.model.loss").ROW_MULTIPLE
+    model = make_model("gpt2-1.36b")
+    odd, even = (
+        estimate(make_run_config(model=model.model_copy(update={"vocab_size": rows}), compile="block", loss="full"))
+        for rows in (50_257, 50_304)
+    )
+    copy = 2 * 50_304 * model.hidden_size / 2**30
+    assert odd.logits == pytest.approx(even.logits * 50_257 / 50_304 + copy)
 
 
 def test_what_saves_memory_saves_memory():

@@ -18,6 +18,7 @@ from mfubench.flops import count_parameters
 GIB = 2**30
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 LOSS_CHUNK_BYTES = 2**30  # logits that `chunked` holds at once
+HEAD_ROW_MULTIPLE = 64  # rows of a padded head, where the vocabulary is no multiple of 8
 FSDP_KEPT_FRACTION = 0.4  # of the card's memory: fsdp keeps whole weights and gradients within a step up to this
 
 
@@ -88,6 +89,8 @@ def state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float) -> d
     in float32 (each parameter's own gradient is freed at once). float32: the weights are the masters. zero1 divides
     masters and moments among the ranks. fsdp divides everything: its shards are the masters, and weights are gathered,
     all of them for a step where they fit (`fsdp_keeps_weights`), else for the block at hand and the one prefetched.
+    Whole gradients are then kept from one micro-step to the next; with a single one, none is: each block's are reduced
+    at once, while the activations give up more than they take.
     """
     counts = count_parameters(model)
     element = ELEMENT_BYTES[config.dtype]
@@ -96,7 +99,8 @@ def state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float) -> d
         block = (counts.attention + counts.mlp) / model.num_hidden_layers
         keeps = fsdp_keeps_weights(config, parameters, capacity_gib)
         gathered = np.where(keeps, parameters, 2 * np.maximum(block, counts.lm_head))
-        whole_gradients = np.where(keeps, 4 * parameters, element * gathered)
+        summed = 4 * parameters if config.gradient_accumulation_steps > 1 else 0
+        whole_gradients = np.where(keeps, summed, element * gathered)
         shard = parameters / config.world_size
         return {
             "weights": element * gathered,
@@ -167,6 +171,9 @@ def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
     (torch's donated buffers); beside it the gradient of the head's weight as its matmul writes it, unless that
     accumulates. Neither compiled nor own: three float32 copies (log-softmax, its gradient and the loss's).
 
+    A vocabulary that is no multiple of 8 has rows of zeros below it in the head's matmuls: one more copy of the weight
+    (fused, liger-kernel's, does without).
+
     chunked and fused make the gradients in the forward pass: the weight's, a float32 sum over the chunks, and that of
     the hidden states. Beside them stand a chunk's logits or, afterwards, both gradients as they are handed on. The last
     chunk's tensors are held until the next one's take their place. fused (liger-kernel) takes chunks of about hidden /
@@ -178,10 +185,12 @@ def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
     own = config.kernels.cross_entropy == "fused"
     head = vocab_size * model.hidden_size
     handed_on = 0 if config.kernels.weight_gradient == "accumulate" else element * head
+    rows_below = np.where(vocab_size % 8, -vocab_size % HEAD_ROW_MULTIPLE, 0)
+    aligned = np.where(rows_below, element * (vocab_size + rows_below) * model.hidden_size, 0)
     if config.loss == "full":
         if own or config.compile != "none":
-            return logits + handed_on
-        return 3 * 4 * tokens * vocab_size
+            return logits + handed_on + aligned
+        return 3 * 4 * tokens * vocab_size + aligned
 
     hidden_gradient = element * tokens * model.hidden_size
     if config.loss == "fused":
@@ -191,7 +200,7 @@ def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
     chunks = np.ceil(logits / LOSS_CHUNK_BYTES)
     # logits, their gradient; without a compiler three float32 copies on the way to it
     copies = (1 if own else 2 if config.compile != "none" else 1 + 3 * 4 / element) + np.minimum(chunks - 1, 1)
-    return 4 * head + hidden_gradient + np.maximum(copies * logits / chunks, handed_on + hidden_gradient)
+    return 4 * head + hidden_gradient + aligned + np.maximum(copies * logits / chunks, handed_on + hidden_gradient)
 
 
 def largest_micro_batch(config: RunConfig, capacity_gib: float, fit: MemoryFit = MemoryFit()) -> int:
