@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import figure, rows, scaling
+from benchmarks import figure, loss_parity, rows, scaling
 from benchmarks.cases import Plan, make_job, make_run, read_cases
 from benchmarks.compare import Bench, make_parser, prepare
 from benchmarks.peers.clock import Finished, StepClock
@@ -245,7 +245,8 @@ def test_scaling_compares_with_the_same_cards_alone(tmp_path):
     setting = scaling.Setting("llama2-1.36b", 2048, 4, 2, 8)
     bench = scaling.Scaling(setting, ["mfubench:ddp", "mfubench:zero1", "torchtitan:fsdp"], runner, 2)
     bench.everything()
-    turn = ["mfubench repeat-{}-card-0", "mfubench repeat-{}-card-1", "mfubench repeat-{}", "mfubench repeat-{}"]
+    alone = ["mfubench repeat-{}-card-0-of-2", "mfubench repeat-{}-card-1-of-2"]
+    turn = [*alone, "mfubench repeat-{}", "mfubench repeat-{}"]
     expected = ["mfubench trial", "torchtitan trial", *[name.format(n) for n in range(2) for name in turn]]
     assert runner.ran == expected
     ddp, zero1, torchtitan = bench.rows()
@@ -254,6 +255,32 @@ def test_scaling_compares_with_the_same_cards_alone(tmp_path):
     assert ddp["efficiency"]["median"] == pytest.approx(0.5)  # the fake record is of one GPU, the row of two
     assert torchtitan["status"] == "missing"
     assert "missing: not installed" in scaling.table([ddp, zero1, torchtitan])
+
+
+def test_one_trial_serves_all_accumulations_and_numbers_of_cards(tmp_path):
+    runner = FakeRunner(make_plan(tmp_path), {("mfubench", 8): record_at(1000.0)})
+    for accumulation, cards in ((4, 2), (1, 4)):
+        setting = scaling.Setting("llama2-1.36b", 2048, accumulation, cards, 8)
+        bench = scaling.Scaling(setting, ["mfubench:ddp"], runner, 1)
+        bench.everything()
+        trial = bench.trial("mfubench")
+        assert bench.joint("mfubench:ddp", trial, 0).step_time_s == pytest.approx(accumulation * trial.step_times_s[0])
+    assert runner.ran.count("mfubench trial") == 1
+
+
+def test_losses_are_held_against_the_same_seed_and_the_spread_of_others():
+    reference, apart = [3.0, 2.0, 1.0, 1.0], [3.0, 2.0, 1.0, 1.2]
+    found = loss_parity.difference(reference, apart)
+    assert found["tail"] == pytest.approx(0.2)  # a quarter of four steps is the last
+    assert found["root_mean_square"] == pytest.approx(0.1) and found["largest"] == pytest.approx(0.2)
+    assert loss_parity.verdict([found], 0.3) == "within the spread"
+    assert loss_parity.verdict([found, {"tail": -0.6}], 0.3) == "beyond the spread (2.0 times)"
+    assert "no spread" in loss_parity.verdict([found], None)
+
+
+def test_loss_parity_takes_own_systems_alone(tmp_path, capsys):
+    assert loss_parity.main(["--tiny", "--arms", "torchtitan", "--work", str(tmp_path)]) == 1
+    assert "is none of mfubench's own systems" in capsys.readouterr().err
 
 
 def test_figure_names_what_is_missing(tmp_path):
@@ -300,3 +327,18 @@ def test_scaling_on_a_cpu(tmp_path):
     for row in found:
         assert row["world_size"] == 2
         assert 0 < row["efficiency"]["median"] < 5
+
+
+@pytest.mark.slow
+def test_loss_parity_on_a_cpu(tmp_path):
+    """The plain run made twice is the same to the bit there, and so is the arm, whose kernels need a card."""
+    places = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "results")]
+    done = run_module("benchmarks.loss_parity", "--tiny", "--steps", "4", "--seeds", "2", *places)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "results" / "loss-parity-llama2-tiny.json").read_text())
+    assert {len(curve) for curve in found["curves"].values()} == {4} and len(found["curves"]) == 5
+    assert found["reference"]["same_seed_again"] == {"tail": 0.0, "root_mean_square": 0.0, "largest": 0.0}
+    assert found["reference"]["between_seeds_stdev"] > 0
+    assert [one["tail"] for one in found["arms"]["mfubench"]["by_seed"]] == pytest.approx([0.0, 0.0], abs=1e-5)
+    assert "within the spread" in done.stdout
+    assert (tmp_path / "results" / "loss-parity-llama2-tiny.png").stat().st_size > 1000
