@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mfubench.model.weight_gradient import MainGradient, add_product, linear
+from mfubench.model.weight_gradient import ROW_MULTIPLE, MainGradient, add_product, linear
 from mfubench.run_log import Choice
 
 LossFunction = Callable[..., Tensor]
@@ -36,9 +36,6 @@ LARGE_VOCABULARY = 65_536
 # Logits held at once by `chunked`, in bytes: large, since every chunk adds a pass over the weight's float32 gradient.
 CHUNK_BYTES = 2**30
 TILE = 128  # rows that a tensor-core matmul computes at once
-# Rows of the head's weight are padded to a multiple of this on CUDA where the vocabulary is not one of 8 (GPT-2's
-# 50,257): tensor cores want rows of whole 16-byte pieces, and logits of odd width run several times slower.
-ROW_MULTIPLE = 64
 
 
 def full_loss(hidden: Tensor, weight: Tensor, labels: Tensor, main: MainGradient | None = None) -> Tensor:

@@ -16,6 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# Rows of the head's weight are padded to a multiple of this on CUDA where the vocabulary is not one of 8 (GPT-2's
+# 50,257): tensor cores want rows of whole 16-byte pieces, and logits of odd width run several times slower. Of its
+# gradient, which has no padding, as many rows make one product.
+ROW_MULTIPLE = 64
+
 
 class MainGradient(NamedTuple):
     """Where a weight's gradient goes."""
@@ -31,6 +36,25 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = Fa
 
     total [M, N] float32, left [M, K], right [K, N]. On a CPU, half-precision factors give a product in their dtype.
     """
+    if total.is_cuda and total.shape[0] % 8:
+        add_product_in_two(total, left, right, overwrite)
+    else:
+        add_one_product(total, left, right, overwrite)
+
+
+def add_product_in_two(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
+    """`add_product`, the rows beyond the last multiple of ROW_MULTIPLE apart.
+
+    For M = 50,257 and a float32 sum cuBLAS has a kernel of the generation before Hopper alone, at half the rate.
+    """
+    aligned = total.shape[0] // ROW_MULTIPLE * ROW_MULTIPLE
+    for rows in (slice(0, aligned), slice(aligned, None)):
+        if total[rows].shape[0]:
+            add_one_product(total[rows], left[rows], right, overwrite)
+
+
+def add_one_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
+    """`add_product` as one matmul."""
     if left.dtype == torch.float32:
         total.addmm_(left, right, beta=0 if overwrite else 1)
     elif not total.is_cuda:
