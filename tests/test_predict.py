@@ -579,14 +579,14 @@ def test_command_says_which_kernels_it_assumed():
     assert plain["memory_gib"]["total"] - own["memory_gib"]["total"] == pytest.approx(saved)
     assert "assumed   attention cudnn, loss full, own kernels: none\n" in run_command(*base)
     sharded = run_command(*base, "--kernels", "auto", "--gpus", "8", "--parallelism", "fsdp", "--attention", "fa3")
-    kernels = "norm fused, rope fused, swiglu fused, cross_entropy fused"
+    kernels = "norm fused, rope fused, swiglu fused, cross_entropy fused, weight_gradient accumulate"
     assert f"assumed   attention fa3, loss full, own kernels: {kernels}\n" in sharded
 
 
 def test_command_takes_no_kernel_for_what_a_model_lacks():
-    """GPT-2 has LayerNorms, learned positions and a GELU."""
+    """GPT-2 has learned positions and a GELU."""
     text = run_command("gpt2-1.36b", "--gpu", "H100 SXM", "--micro-batch-size", "8", "--kernels", "auto")
-    assert "own kernels: cross_entropy fused, weight_gradient accumulate, adamw fused\n" in text
+    assert "own kernels: norm fused, cross_entropy fused, weight_gradient accumulate, adamw fused\n" in text
 
 
 def test_command_predicts_float8():

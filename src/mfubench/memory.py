@@ -118,7 +118,11 @@ def state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float) -> d
 
 
 def fsdp_keeps_weights(config: RunConfig, parameters: Any, capacity_gib: float) -> Any:
-    """Whether fsdp gathers weights and reduces gradients once a step, keeping both whole in between."""
+    """Whether fsdp gathers weights and reduces gradients once a step, keeping both whole in between: as asked, or if
+    they fit."""
+    asked = config.communication.reshard_after_forward
+    if asked != "auto":
+        return asked == "never"
     return parameters * (ELEMENT_BYTES[config.dtype] + 4) <= FSDP_KEPT_FRACTION * capacity_gib * GIB
 
 

@@ -171,7 +171,7 @@ def own_groups(config: RunConfig) -> set[str]:
 def lacking(model: ModelConfig) -> set[str]:
     """Keys of KernelsConfig for which a model has nothing to do (as mfubench.model.operations decides)."""
     has = {
-        "norm": model.norm == "rmsnorm" and model.norm_position == "pre",
+        "norm": model.norm_position == "pre" and not model.norm_bias,
         "rope": model.position == "rope",
         "swiglu": model.mlp == "swiglu",
     }
@@ -333,22 +333,30 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
         changes["attention"] = "sdpa"
     elif config.attention == "auto":
         changes["attention"] = max(("cudnn", "sdpa"), key=lambda name: rates.attention[name])  # no package needed
-    return resolve_auto(config.model_copy(update=changes))
+    return resolve_auto(config.model_copy(update=changes), rates.memory_gib)
 
 
-def resolve_auto(config: RunConfig) -> RunConfig:
+def resolve_auto(config: RunConfig, capacity_gib: float = math.inf) -> RunConfig:
     """Own kernels and loss of `auto` as on a GPU that runs them all; attention aside, which depends on the card."""
-    return resolve_loss(resolve_kernels(config))
+    return resolve_loss(resolve_kernels(config, capacity_gib))
 
 
-def resolve_kernels(config: RunConfig) -> RunConfig:
-    """`auto` of the own kernels replaced by the kernel where model and settings allow it, as on a GPU that runs all."""
+def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:
+    """`auto` of the own kernels replaced by the kernel where model and settings allow it, as on a GPU that runs all.
+
+    capacity_gib: of a card; fsdp has whole gradients to accumulate in where they fit.
+    """
     captured = config.compile != "none" and config.compile_mode == "reduce-overhead"
     sharded = config.parallelism == "fsdp"
+    no_sum = sharded and (
+        config.gradient_accumulation_steps == 1
+        or config.communication.reduce_dtype != "float32"
+        or not fsdp_keeps_weights(config, count_parameters(config.model).total, capacity_gib)
+    )
     best = {
         **dict.fromkeys(lacking(config.model), "plain"),
         "cross_entropy": "plain" if config.loss == "fused" else "fused",
-        "weight_gradient": "plain" if sharded or captured or config.fp8 else "accumulate",
+        "weight_gradient": "plain" if no_sum or captured or config.fp8 else "accumulate",
         "adamw": "plain" if sharded else "fused",
     }
     asked = config.kernels.model_dump()

@@ -167,7 +167,14 @@ def test_products_overwrite_or_add_in_float32():
 def test_where_it_cannot_be_had_the_plain_form_is_used_and_the_reason_kept():
     cpu, cases = torch.device("cpu"), {}
     asked = tiny_config(kernels=ACCUMULATE)
-    cases["fsdp"] = resolve_weight_gradient(asked, cpu, torch.float32, "fsdp", "false")
+    sharded = tiny_config(kernels=ACCUMULATE, gradient_accumulation_steps=1)
+    cases["one micro-step"] = resolve_weight_gradient(sharded, cpu, torch.float32, "fsdp", "false")
+    for communication, word in (
+        ({"reduce_dtype": "bfloat16"}, "bfloat16"),
+        ({"reshard_after_forward": "always"}, "each"),
+    ):
+        config = tiny_config(kernels=ACCUMULATE, gradient_accumulation_steps=2, communication=communication)
+        cases[word] = resolve_weight_gradient(config, cpu, torch.float32, "fsdp", "false")
     cases["float8"] = resolve_weight_gradient(asked, cpu, torch.bfloat16, "none", "true")
     graphs = tiny_config(kernels=ACCUMULATE, compile="block", compile_mode="reduce-overhead")
     cases["reduce-overhead"] = resolve_weight_gradient(graphs, cpu, torch.float32, "none", "false")
@@ -181,10 +188,10 @@ def test_where_it_cannot_be_had_the_plain_form_is_used_and_the_reason_kept():
 
 def test_every_parallelism_trains_alike(data, tmp_path):
     configs = {}
+    batch = {"world_size": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 3}
     for parallelism in ("ddp", "zero1", "fsdp"):
         for name, kernels in (("plain", {}), ("accumulate", ACCUMULATE)):
             options = {"parallelism": parallelism, "kernels": kernels, "max_iters": 6}
-            batch = {"world_size": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 2}
             configs[f"{parallelism}-{name}"] = tiny_config(**options, **batch)
     logs = run_many(configs, data, tmp_path)
     for key, log in logs.items():
@@ -192,8 +199,31 @@ def test_every_parallelism_trains_alike(data, tmp_path):
         assert losses(log) == pytest.approx(losses(logs["ddp-plain"]), rel=1e-5)
         assert grad_norms(log) == pytest.approx(grad_norms(logs["ddp-plain"]), rel=1e-5)
         used = log.used["weight_gradient"]
-        assert used.used == ("accumulate" if key in ("ddp-accumulate", "zero1-accumulate") else "plain")
-    assert "fsdp" in logs["fsdp-accumulate"].used["weight_gradient"].reason
+        assert used.used == key.rpartition("-")[2] and used.reason is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": {"tie_word_embeddings": True}, "loss": "full"},
+        {"model": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}, "loss": "chunked"},
+        {"compile": "block", "compile_backend": "aot_eager"},
+        {"dtype": "bfloat16", "activation_checkpointing": "full"},
+        {"communication": {"shard_ranks": 1}},
+    ],
+    ids=["tied", "biases", "compiled", "bfloat16", "copies"],
+)
+def test_fsdp_reduces_what_matmuls_have_added_up(data, tmp_path, options):
+    batch = {"world_size": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 3, "max_iters": 5}
+    configs = {
+        name: tiny_config(parallelism="fsdp", kernels=kernels, **batch, **options)
+        for name, kernels in (("plain", {}), ("accumulate", ACCUMULATE))
+    }
+    logs = run_many(configs, data, tmp_path)
+    assert [log.used["weight_gradient"].used for log in logs.values()] == ["plain", "accumulate"]
+    relative = 5e-3 if options.get("dtype") == "bfloat16" else 1e-5
+    assert losses(logs["accumulate"]) == pytest.approx(losses(logs["plain"]), rel=relative)
+    assert grad_norms(logs["accumulate"]) == pytest.approx(grad_norms(logs["plain"]), rel=relative)
 
 
 def test_a_run_that_requires_a_fused_kernel_is_skipped_without_one(data, tmp_path):

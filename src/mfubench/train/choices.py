@@ -17,6 +17,7 @@ from mfubench.model.decoder import DTYPES
 from mfubench.model.operations import Operations, join_rope_and_attention, not_running, resolve_operations
 from mfubench.model.weight_gradient import add_product
 from mfubench.run_log import Choice
+from mfubench.train.fsdp import no_whole_gradients
 from mfubench.train.parallel import Piece
 from mfubench.train.process import Process
 
@@ -193,8 +194,8 @@ def resolve_weight_gradient(
     wanted, obstacle = config.kernels.weight_gradient, None
     if wanted == "plain":
         return either(wanted, "accumulate", None)
-    if parallelism == "fsdp":
-        obstacle = "fsdp gives no main gradient to accumulate in; none, ddp and zero1 do"
+    if parallelism == "fsdp" and (reason := no_whole_gradients(config, dtype, device)) is not None:
+        obstacle = reason
     elif fp8 == "true":
         obstacle = "float8 matmuls do not accumulate in float32"
     elif config.compile != "none" and config.compile_mode == "reduce-overhead":

@@ -4,7 +4,7 @@ Two ways to spend memory, chosen by what fits or by communication.reshard_after_
 
 - weights kept (within a step): gathered once, used by all micro-steps, gradients accumulated whole in float32 and
   reduce-scattered once, on the last micro-step. Communication as with zero1; memory 2 + 4 bytes a parameter (bfloat16
-  weights, float32 gradients) beside the shards' 16/world_size.
+  weights, float32 gradients) beside the shards' 16/world_size. Matmuls may add to those gradients themselves.
 - weights resharded: gathered for each forward and each backward, gradients reduce-scattered in each micro-step. The
   least memory (one block at a time), and accumulation_steps times the communication.
 
@@ -24,8 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from mfubench.config import CommunicationConfig
+from mfubench.config import CommunicationConfig, RunConfig
+from mfubench.flops import count_parameters
 from mfubench.model import Decoder
+from mfubench.model.weight_gradient import Linear, MainGradient
 from mfubench.train.parallel import Fragment, Piece
 from mfubench.train.process import Process
 
@@ -48,9 +50,10 @@ class FsdpEngine:
     ):
         """`model` is on the meta device, in float32; it is sharded, allocated and initialised here."""
         self.divisor = float(gradient_accumulation_steps)  # fully_shard itself averages over the ranks
+        self.device = process.device
         communication = communication or CommunicationConfig()
-        fits = weights_fit(sum(p.numel() for p in model.parameters()), dtype, process)
-        self.keeps_weights = {"auto": fits, "always": False, "never": True}[communication.reshard_after_forward]
+        total = sum(p.numel() for p in model.parameters())
+        self.keeps_weights = keeps_weights(communication, total, dtype, process.device)
         ranks = communication.shard_ranks or process.world_size
         self.copies = process.world_size // ranks  # of each shard, over all ranks
         kept = "kept within a step" if self.keeps_weights else "resharded after each use"
@@ -75,6 +78,8 @@ class FsdpEngine:
         local = {name: parameter.detach().to_local() for name, parameter in self.parameters.items()}
         self.owned = [name for name in local if local[name].numel()]  # a rank may own no row of a small tensor
         self.pieces = [Piece(local[name], decay=self.parameters[name].dim() >= 2) for name in self.owned]
+        self.whole_gradients: list[tuple[Any, Tensor]] = []  # of accumulating matmuls: (FSDPParam, float32 gradient)
+        self.overwrite = torch.ones((), dtype=torch.bool)  # first micro-step, for matmuls that accumulate
 
     @torch.no_grad()
     def fill(self, initial: Iterable[tuple[str, Tensor]]) -> None:
@@ -84,7 +89,23 @@ class FsdpEngine:
             shard = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.to_local().copy_(shard.to_local())
 
+    def accumulate_in_matmul(self, layer: Linear, name: str, tied: bool = False) -> None:
+        """Let a layer's backward pass add its weight's gradient to a whole one in float32, which is reduced at the end.
+
+        It takes the place of the sum that fully_shard makes of micro-steps without communication: a private attribute,
+        which torch has had under this name since 2.4. What autograd brings of a tied weight is added to it there.
+        """
+        sharded = sharded_by(self.root, layer)
+        total = torch.zeros(self.parameters[name].shape, dtype=torch.float32, device=self.device)
+        ticket = torch.empty(0, device=total.device, requires_grad=True)
+        ticket.register_post_accumulate_grad_hook(forget_gradient)
+        layer.main = MainGradient(total, self.overwrite, ticket)
+        self.whole_gradients.append((sharded, total))
+
     def begin_micro_step(self, first: bool, last: bool) -> None:
+        self.overwrite.fill_(first)
+        for sharded, total in self.whole_gradients:
+            sharded.unsharded_accumulated_grad = total
         if first:
             for parameter in self.parameters.values():
                 parameter.grad = None
@@ -164,9 +185,41 @@ def prefetch(blocks: list[Any], ahead: int) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(0, index - ahead) : index][::-1])
 
 
-def weights_fit(parameters: int, dtype: torch.dtype, process: Process) -> bool:
-    """Whether whole weights and float32 gradients may stay on each rank within a step."""
-    if not process.on_cuda:
+def keeps_weights(
+    communication: CommunicationConfig, parameters: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether whole weights and float32 gradients stay on each rank within a step: as asked for, or where they fit."""
+    if communication.reshard_after_forward != "auto":
+        return communication.reshard_after_forward == "never"
+    if device.type != "cuda":
         return True
-    total = torch.cuda.get_device_properties(process.device).total_memory
+    total = torch.cuda.get_device_properties(device).total_memory
     return parameters * (dtype.itemsize + 4) <= KEPT_FRACTION * total
+
+
+def no_whole_gradients(config: RunConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why matmuls have no whole float32 gradient to add to under fsdp, or None where they have."""
+    if config.gradient_accumulation_steps == 1:
+        return "with one micro-step fsdp has no gradients to add up"
+    if config.communication.reduce_dtype != "float32":
+        return f"fsdp adds up gradients in communication.reduce_dtype, {config.communication.reduce_dtype}"
+    if not keeps_weights(config.communication, count_parameters(config.model).total, dtype, device):
+        return "fsdp reduces gradients in each micro-step where it keeps no whole weights"
+    return None
+
+
+def forget_gradient(ticket: Tensor) -> None:
+    ticket.grad = None
+
+
+def sharded_by(root: FSDPModule, layer: Linear) -> Any:
+    """fully_shard's own object (FSDPParam) for a layer's weight."""
+    for module in root.modules():  # type: ignore[attr-defined]
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        for sharded in group.fsdp_params if group is not None else ():
+            owners = sharded._module_info
+            if owners.param_name == "weight" and layer in (owners.module, *owners.shared_modules):
+                return sharded
+    raise LookupError(f"fully_shard knows no weight of {layer}")

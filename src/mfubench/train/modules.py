@@ -14,6 +14,7 @@ from mfubench.model import Decoder
 from mfubench.model.loss import ACCUMULATING
 from mfubench.model.weight_gradient import Linear
 from mfubench.train.choices import Resolved
+from mfubench.train.fsdp import FsdpEngine
 from mfubench.train.parallel import FlatEngine
 
 MATMULS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_mm")
@@ -59,7 +60,7 @@ def keep_products(context: Any, operator: Any, *arguments: Any, **options: Any) 
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def accumulate_weight_gradients(model: Decoder, engine: FlatEngine, resolved: Resolved) -> None:
+def accumulate_weight_gradients(model: Decoder, engine: FlatEngine | FsdpEngine, resolved: Resolved) -> None:
     """Let every matmul add its weight's gradient to the engine's main gradient; the head's, where the loss can."""
     tied = model.config.tie_word_embeddings
     for name, module in model.named_modules():

@@ -85,17 +85,16 @@ def build_engine(config: RunConfig, resolved: Resolved, process: Process) -> tup
     if config.activation_checkpointing != "none":
         checkpoint_activations(model, config.activation_checkpointing)
     accumulation = config.gradient_accumulation_steps
-    engine: Engine
+    engine: FlatEngine | FsdpEngine
     if sharded:
-        fsdp = FsdpEngine(
+        engine = FsdpEngine(
             model,
             dtype=resolved.dtype,
             process=process,
             gradient_accumulation_steps=accumulation,
             communication=config.communication,
         )
-        resolved.used["parallelism"].reason = fsdp.description
-        engine = fsdp
+        resolved.used["parallelism"].reason = engine.description
     else:
         engine = FlatEngine(
             model,
@@ -110,8 +109,8 @@ def build_engine(config: RunConfig, resolved: Resolved, process: Process) -> tup
             engine.overlap_gathers(model, whole)
             when = "before the forward pass, which is compiled as a whole" if whole else "while the forward pass runs"
             resolved.used["parallelism"].reason = f"updated weights are gathered {when}"
-        if resolved.used["weight_gradient"].used == "accumulate":
-            accumulate_weight_gradients(model, engine, resolved)
+    if resolved.used["weight_gradient"].used == "accumulate":
+        accumulate_weight_gradients(model, engine, resolved)
     compile_model(model, config, resolved)
     return model, engine
 
