@@ -30,10 +30,9 @@ from mfubench.run_log import write_text_atomically
 ADAMW_PARAMETERS = 400_000_000
 CONSTANTS = {  # module below mfubench.model.fused -> values to try of each of its launch constants
     "swiglu": {"BLOCK": (1024, 2048), "WARPS": (4, 8)},
-    "rms_norm": {"WARPS": (4, 8, 16), "PER_MULTIPROCESSOR": (1, 2, 4, 8), "STAGES": (1, 2, 3, 4)},
+    "norm": {"WARPS": (4, 8, 16), "PER_MULTIPROCESSOR": (1, 2, 4, 8), "STAGES": (1, 2, 3, 4)},
     "rope": {"WARPS": (4, 8), "BACKWARD_WARPS": (4, 8), "PER_MULTIPROCESSOR": (1, 2, 4), "STAGES": (1, 2, 3)},
 }
-MODULES = {"norm": "rms_norm", "rope": "rope", "swiglu": "swiglu"}
 
 
 @dataclass(frozen=True)
@@ -196,10 +195,9 @@ def vary(work: Work, clock: Clock, copy_rate: float) -> Iterator[dict[str, Any]]
     """A row a choice of launch constants."""
     import importlib
 
-    name = MODULES[work.kind]
-    module = importlib.import_module(f"mfubench.model.fused.{name}")
+    module = importlib.import_module(f"mfubench.model.fused.{work.kind}")
     own = replace(PLAIN, **LOADERS[work.kind]())
-    values = CONSTANTS[name]
+    values = CONSTANTS[work.kind]
     before = {key: getattr(module, key) for key in values}
     for choice in itertools.product(*values.values()):
         constants = dict(zip(values, choice, strict=True))

@@ -26,6 +26,7 @@ from mfubench.model.operations import (
     largest_difference,
     load_rotated_attention,
     load_swiglu_linear,
+    not_in,
     resolve_operations,
 )
 from mfubench.model.weight_gradient import MainGradient
@@ -38,6 +39,10 @@ PRODUCTION = {  # every shape of config/models.yaml that a kernel can see
     "llama3-1.5b": {
         **{"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 7168, "num_attention_heads": 16},
         "num_key_value_heads": 8,
+    },
+    "gpt2-1.36b": {
+        **{"vocab_size": 50257, "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 18},
+        **{"norm": "layernorm", "position": "learned", "mlp": "gelu", "tie_word_embeddings": True},
     },
     "qwen3-1.8b": {
         **{"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16},
@@ -130,21 +135,28 @@ def test_swiglu_recomputed_behind_its_matmul(device: str, dtype: torch.dtype, ac
         assert off <= 4 * TOLERANCE[dtype], f"tensor {i} is off by {off:.3g} of its largest value"
 
 
-def add_norm(operations: Operations, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    if operations.add_norm is not None:
-        return operations.add_norm(hidden, update, weight, 1e-3)
-    total = hidden + update
-    return total, torch.nn.functional.rms_norm(total, total.shape[-1:], weight, 1e-3)
+def add_norm(centered: bool) -> Callable[..., tuple[Tensor, ...]]:
+    norm = torch.nn.functional.layer_norm if centered else torch.nn.functional.rms_norm
+
+    def run(operations: Operations, hidden: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        if operations.add_norm is not None:
+            return operations.add_norm(hidden, update, weight, 1e-3, centered)
+        total = hidden + update
+        return total, norm(total, total.shape[-1:], weight, eps=1e-3)
+
+    return run
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("centered", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize("unused", [(), (0,)], ids=["both", "norm-alone"])
 @pytest.mark.parametrize("width", [8, 45])
-def test_add_rms_norm(device: str, dtype: torch.dtype, unused: tuple[int, ...], width: int) -> None:
+def test_add_norm(device: str, dtype: torch.dtype, centered: bool, unused: tuple[int, ...], width: int) -> None:
     hidden, update, weight = draw(device, dtype, (2, 4, width), (2, 4, width), (width,))
+    hidden += 2  # a mean that is far from 0
     update = (hidden + update).to(dtype) - hidden  # a sum that every dtype holds: its rounding is not what is tested
-    compare(add_norm, "norm", [hidden, update, weight], unused)
+    compare(add_norm(centered), "norm", [hidden, update, weight], unused)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -281,14 +293,15 @@ def test_rope_and_fa4_as_one_are_chosen_and_compile(name: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize(
-    "architecture", [LLAMA, {**LLAMA, "num_key_value_heads": 2}, QWEN3], ids=["mha", "gqa", "qwen3"]
+    "architecture", [LLAMA, {**LLAMA, "num_key_value_heads": 2}, QWEN3, GPT2], ids=["mha", "gqa", "qwen3", "gpt2"]
 )
 def test_a_whole_model(device: str, architecture: dict, backend: str | None) -> None:
     """Loss and every gradient in float32; a block leaves its last addition to the next norm."""
     config = run_config(architecture)
     operations = PLAIN
-    for load in LOADERS.values():
-        operations = replace(operations, **load())
+    for kind, load in LOADERS.items():
+        if not_in(config.model, kind) is None:
+            operations = replace(operations, **load())
     if backend is not None:  # compiled, and with the least memory
         operations = replace(operations, **load_swiglu_linear())
     results = []
@@ -310,12 +323,15 @@ def test_a_whole_model(device: str, architecture: dict, backend: str | None) -> 
 
 
 @pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [])
-@pytest.mark.parametrize("kind", LOADERS)
-def test_the_try_before_use_measures_the_difference(device: str, kind: str) -> None:
-    model = run_config(QWEN3).model
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [*((kind, QWEN3) for kind in LOADERS), ("norm", GPT2)], ids=[*LOADERS, "layer-norm"]
+)
+def test_the_try_before_use_measures_the_difference(device: str, kind: str, architecture: dict) -> None:
+    model = run_config(architecture).model
     assert largest_difference(kind, LOADERS[kind](), model, torch.device(device), torch.float32) < 1e-5
+    fused_norm = fused("norm").add_norm
     wrong = {
-        "norm": {"add_norm": lambda x, y, w, eps: (x + y, torch.nn.functional.rms_norm(x, x.shape[-1:], w, eps))},
+        "norm": {"add_norm": lambda x, y, weight, eps, centered: fused_norm(x, y, weight, eps, not centered)},
         "rope": {"split_heads": lambda qkv, cos, sin, *rest: PLAIN.split_heads(qkv, cos, -sin, *rest)},
         "swiglu": {"swiglu": lambda x: PLAIN.swiglu(x.flip(-1))},
     }
@@ -330,9 +346,13 @@ def test_without_cuda_or_without_the_operation_the_plain_form_is_used_and_the_re
         assert (choice.requested, choice.used) == (getattr(asked, kind), "plain")
         assert choice.reason == "Triton's kernels need a CUDA device, not cpu"
     _, choices = resolve_operations(asked, model=run_config(GPT2).model, device="cpu", dtype=torch.float32)
-    assert "has none" in choices["norm"].reason
+    assert choices["norm"].reason == "Triton's kernels need a CUDA device, not cpu"
     assert choices["rope"].reason == "the model has no RoPE"
     assert choices["swiglu"].reason == "the model's MLP is gelu"
+    for options, word in (({"norm_bias": True}, "without bias"), ({"norm_position": "post"}, "norm_position: post")):
+        model = run_config({**GPT2, **options}).model
+        _, choices = resolve_operations(asked, model=model, device="cpu", dtype=torch.float32)
+        assert choices["norm"].used == "plain" and word in choices["norm"].reason
     _, choices = resolve_operations(KernelsConfig(), model=run_config(LLAMA).model, device="cpu", dtype=torch.float32)
     assert all(choice.used == "plain" and choice.reason is None for choice in choices.values())
 
@@ -349,20 +369,23 @@ def test_production_shapes_are_fused_on_this_card(name: str) -> None:
     model = production_model(name)
     asked = KernelsConfig(norm="fused", rope="fused", swiglu="fused")
     _, choices = resolve_operations(asked, model=model, device="cuda", dtype=torch.bfloat16)
-    assert {kind: choice.reason for kind, choice in choices.items() if choice.used != "fused"} == {}
+    has = [kind for kind in LOADERS if not_in(model, kind) is None]
+    assert {kind: choices[kind].reason for kind in has if choices[kind].used != "fused"} == {}
     N, H, inner = 16_384, model.hidden_size, model.intermediate_size
-    compare(swiglu, "swiglu", draw("cuda", torch.bfloat16, (N, 2 * inner)))
     hidden, weight = draw("cuda", torch.bfloat16, (N, H), (H,))
-    compare(add_norm, "norm", [hidden, torch.zeros_like(hidden), weight])
-    cos, sin = rope_tables(2048, model.head_dim, model.rope_theta, torch.device("cuda"))
-    heads = model.num_attention_heads, model.num_key_value_heads
+    compare(add_norm(model.norm == "layernorm"), "norm", [hidden, torch.zeros_like(hidden), weight])
+    if "swiglu" in has:
+        compare(swiglu, "swiglu", draw("cuda", torch.bfloat16, (N, 2 * inner)))
+    if "rope" in has:
+        cos, sin = rope_tables(2048, model.head_dim, model.rope_theta, torch.device("cuda"))
+        heads = model.num_attention_heads, model.num_key_value_heads
 
-    def split(operations: Operations, qkv: Tensor, *norms: Tensor) -> tuple[Tensor, ...]:
-        return operations.split_heads(qkv, cos, sin, *(norms or (None, None)), 1e-6, *heads)
+        def split(operations: Operations, qkv: Tensor, *norms: Tensor) -> tuple[Tensor, ...]:
+            return operations.split_heads(qkv, cos, sin, *(norms or (None, None)), 1e-6, *heads)
 
-    shapes = [(8, 2048, (heads[0] + 2 * heads[1]) * model.head_dim)]
-    shapes += [(model.head_dim,)] * 2 if model.qk_norm else []
-    compare(split, "rope", draw("cuda", torch.bfloat16, *shapes))
+        shapes = [(8, 2048, (heads[0] + 2 * heads[1]) * model.head_dim)]
+        shapes += [(model.head_dim,)] * 2 if model.qk_norm else []
+        compare(split, "rope", draw("cuda", torch.bfloat16, *shapes))
 
 
 @pytest.mark.parametrize("device", [CUDA])
@@ -381,7 +404,8 @@ def test_compiled_and_captured(device: str, name: str) -> None:
     hidden, update = draw(
         device, torch.bfloat16, (2, 256, config.model.hidden_size), (2, 256, config.model.hidden_size)
     )
-    cos, sin = rope_tables(256, config.model.head_dim, 10_000.0, torch.device(device))
+    tables = rope_tables(256, config.model.head_dim, 10_000.0, torch.device(device))
+    cos, sin = tables if config.model.position == "rope" else (None, None)
     leaves = [hidden.requires_grad_(), update.requires_grad_(), *block.parameters()]
 
     def step(forward: Callable) -> list[Tensor]:

@@ -13,6 +13,10 @@ KERNELS = {
     **{"weight_gradient": "accumulate", "adamw": "fused"},
 }
 FUSED = {"kernels": KERNELS, "requires": tuple(KERNELS)}
+GPT2 = {
+    **{"norm": "layernorm", "position": "learned", "mlp": "gelu", "tie_word_embeddings": True},
+    **{"num_key_value_heads": 4, "vocab_size": 1025},  # as 50,257: not a multiple of 8
+}
 QWEN3 = {"qk_norm": True, "tie_word_embeddings": True}
 
 pytestmark = pytest.mark.skipif(CARDS == 0, reason="needs a CUDA device")
@@ -59,6 +63,30 @@ def test_half_precision_with_q_k_norm_and_tied_embeddings(data, tmp_path):
     for key, log in logs.items():
         assert_same(log, logs[f"{key.split('-')[0]}-plain"], 0.02)
         assert losses(log)[-1] < 0.97 * losses(log)[0]
+        if "graphs" in key:
+            assert_graphs(log)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gpt2_takes_what_its_model_has(dtype, data, tmp_path):
+    same = FLOAT32 if dtype == "float32" else {"dtype": dtype}
+    fused = {"kernels": dict.fromkeys(KERNELS, "auto"), "requires": tuple(KERNELS)}
+    configs = {
+        "plain": gpu_config(**same),
+        "fused": gpu_config(**same, **fused),
+        "fused-graphs": gpu_config(compile="block", cuda_graphs=True, **same, **fused),
+        "fused-selective": gpu_config(activation_checkpointing="selective", compile="block", **same, **fused),
+        "fused-full": gpu_config(activation_checkpointing="full", **same, **fused),
+    }
+    configs = {name: with_model(config, **GPT2) for name, config in configs.items()}
+    logs = run_many(configs, data, tmp_path, timeout_s=540)
+    for key, log in logs.items():
+        assert_same(log, logs["plain"], 3e-5 if dtype == "float32" else 0.02)
+        if key != "plain":
+            assert log.used["norm"].used == "fused", log.used["norm"].reason
+            assert log.used["weight_gradient"].used == "accumulate", log.used["weight_gradient"].reason
+            assert log.used["swiglu"].used == "plain"
         if "graphs" in key:
             assert_graphs(log)
 

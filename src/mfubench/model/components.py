@@ -22,7 +22,7 @@ ACTIVATIONS = {
 }
 
 
-def make_norm(model: ModelConfig, size: int) -> nn.Module:
+def make_norm(model: ModelConfig, size: int) -> nn.LayerNorm | nn.RMSNorm:
     """The model's norm over the last axis, of `size` elements; both kinds compute their statistics in float32."""
     if model.norm == "layernorm":
         return nn.LayerNorm(size, eps=model.rms_norm_eps, bias=model.norm_bias)

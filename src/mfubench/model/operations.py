@@ -29,19 +29,24 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 class Operations:
     """The functions a decoder is built with; signatures and shapes as in components.py and fused/."""
 
-    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] | None = None  # None: plain
+    add_norm: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]] | None = None  # None: plain
     split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = split_heads
     swiglu: Callable[[Tensor], Tensor] = swiglu
     swiglu_linear: Callable[..., Tensor] | None = None  # with the matmul behind, where the product is not kept
     rotated_attention: Callable[..., Tensor] | None = None  # split_heads and attention in one; None: one by one
 
-    def add_and_norm(self, hidden: Tensor, update: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        """(hidden + update, its norm), each [B, T, hidden]; without an update, hidden is what is normalised."""
+    def add_and_norm(
+        self, hidden: Tensor, update: Tensor | None, norm: nn.LayerNorm | nn.RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """(hidden + update, its norm), each [B, T, hidden]; without an update, hidden is what is normalised.
+
+        Only a model whose norms have no bias has `add_norm`.
+        """
         if update is None:
             return hidden, norm(hidden)
-        if self.add_norm is not None and isinstance(norm, nn.RMSNorm):
+        if self.add_norm is not None:
             assert norm.eps is not None
-            return self.add_norm(hidden, update, norm.weight, norm.eps)
+            return self.add_norm(hidden, update, norm.weight, norm.eps, isinstance(norm, nn.LayerNorm))
         hidden = hidden + update
         return hidden, norm(hidden)
 
@@ -50,9 +55,9 @@ PLAIN = Operations()
 
 
 def load_norm(in_place: bool = True) -> dict[str, Any]:
-    from mfubench.model.fused.rms_norm import add_rms_norm
+    from mfubench.model.fused.norm import add_norm
 
-    return {"add_norm": add_rms_norm}
+    return {"add_norm": add_norm}
 
 
 def load_rope(in_place: bool = True) -> dict[str, Any]:
@@ -174,8 +179,10 @@ def not_running(error: Exception) -> str:
 
 def not_in(model: ModelConfig, kind: str) -> str | None:
     """Why a model has nothing to do for a kernel of this kind, or None."""
-    if kind == "norm" and (model.norm != "rmsnorm" or model.norm_position != "pre"):
-        return "fuses an RMSNorm with the residual addition before it, and the model has none"
+    if kind == "norm" and model.norm_position != "pre":
+        return "fuses a norm with an addition whose sum is read further on; norm_position: post reads the norm alone"
+    if kind == "norm" and model.norm_bias:
+        return "fuses norms without bias, and the model's have one (norm_bias)"
     if kind == "rope" and model.position != "rope":
         return "the model has no RoPE"
     if kind == "swiglu" and model.mlp != "swiglu":
@@ -225,12 +232,14 @@ def trial(
     if kind == "swiglu":
         return [draw(tokens, 2 * model.intermediate_size)], lambda operations, x: (operations.swiglu(x),)
     if kind == "norm":
+        centered = model.norm == "layernorm"
 
         def add_and_norm(operations: Operations, x: Tensor, update: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
             if operations.add_norm is not None:
-                return operations.add_norm(x, update, weight, model.rms_norm_eps)
+                return operations.add_norm(x, update, weight, model.rms_norm_eps, centered)
             total = x + update
-            return total, F.rms_norm(total, (hidden,), weight, model.rms_norm_eps)
+            norm = F.layer_norm if centered else F.rms_norm
+            return total, norm(total, (hidden,), weight, eps=model.rms_norm_eps)
 
         return [draw(tokens, hidden), draw(tokens, hidden), draw(hidden)], add_and_norm
 

@@ -64,7 +64,7 @@ FUSED_FOR = (
 NAMED = (
     (OPTIMIZER, r"adamw"),
     (ACTIVATION, r"swiglu|geglu"),
-    (NORM, r"rms_?norm|layer_?norm|GammaBeta|cuCompute\w*Norm"),
+    (NORM, r"(add|rms)_?norm|layer_?norm|GammaBeta|cuCompute\w*Norm"),
     (ROPE, r"rope|rotary"),
     (LOSS, r"cross_entropy|nll_loss|LogSoftMax|log_softmax|prepare_softmax"),
     (ATTENTION, r"SoftMax|softmax"),
@@ -78,7 +78,7 @@ AROUND = (
     (OPTIMIZER, r"Optimizer\.step|adamw|_amp_update|clip_grad|linalg_vector_norm|_foreach_norm"),
     (LOSS, r"cross_entropy|log_softmax|LogSoftmax|Nll|nll_loss"),
     (EMBEDDING, r"[Ee]mbedding"),
-    (NORM, r"(rms|layer)_norm|(Rms|RMS|Layer)Norm"),
+    (NORM, r"(add|rms|layer)_norm|(Rms|RMS|Layer)Norm"),
     (ACTIVATION, r"silu|Silu|gelu|Gelu|relu|Relu|swiglu"),
     (ATTENTION, r"softmax|Softmax|scaled_dot_product|ScaledDotProduct|flash_attention|bmm"),
     (ROPE, r"aten::cat$|CatBackward|rotate"),
