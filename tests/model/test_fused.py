@@ -15,21 +15,23 @@ from triton_devices import CUDA, DEVICES, INTERPRETED, needs_cuda, run_interpret
 from mfubench.config import KernelsConfig, ModelConfig
 from mfubench.model import build_model
 from mfubench.model.attention import resolve_attention
-from mfubench.model.attention_kernels import PACKED, PackedKernels, eager, split_packed
+from mfubench.model.attention_kernels import PACKED, PackedKernels, eager, repeat_heads, split_packed
 from mfubench.model.components import rope_tables
 from mfubench.model.loss import chunked_loss, full_fused_loss, full_loss
 from mfubench.model.operations import (
     LOADERS,
     PLAIN,
     Operations,
-    join_rope_and_attention,
+    join_split_and_attention,
     largest_difference,
-    load_rotated_attention,
+    load_packed_attention,
     load_swiglu_linear,
     not_in,
     resolve_operations,
 )
 from mfubench.model.weight_gradient import MainGradient
+from mfubench.run_log import Choice
+from mfubench.train.modules import checkpoint_activations
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of the largest value: float32 differs in the order of additions, the others in the rounding of one or two results.
@@ -219,48 +221,135 @@ def test_cross_entropy_of_padded_logits_leaves_no_gradient_in_the_padding(device
     assert not gradient[:, 37:].any()
 
 
+@torch.library.custom_op("mfubench_tests::eager_attention", mutates_args=())
 def eager_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return eager(q, k, v), q.new_zeros(0)
+    return eager(q, k, v).contiguous(), q.new_zeros(0)
 
 
+@torch.library.custom_op("mfubench_tests::eager_packed_backward", mutates_args=())
 def eager_backward(grad: Tensor, qkv: Tensor, out: Tensor, _: Tensor, query_heads: int, key_heads: int) -> Tensor:
-    with torch.enable_grad():
-        leaf = qkv.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(eager(*split_packed(leaf, query_heads, key_heads)), leaf, grad)
-    return gradient
+    """Gradient of qkv [B, T, (Q + 2K) D]; by hand, since an operator has no graph of its own."""
+    q, k, v = (x.transpose(1, 2) for x in split_packed(qkv, query_heads, key_heads))  # [B, heads, T, D]
+    grad, out = grad.transpose(1, 2), out.transpose(1, 2)
+    T, D = q.shape[-2:]
+    k, v = (repeat_heads(x.transpose(1, 2), query_heads).transpose(1, 2) for x in (k, v))
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    probabilities = (q @ k.mT * D**-0.5).masked_fill(future, -torch.inf).softmax(dim=-1)
+    of_scores = probabilities * (grad @ v.mT - (grad * out).sum(dim=-1, keepdim=True)) * D**-0.5
+    of_query, of_key, of_value = of_scores @ k, of_scores.mT @ q, probabilities.mT @ grad
+    of_key, of_value = (x.unflatten(1, (key_heads, -1)).sum(dim=2) for x in (of_key, of_value))
+    return torch.cat((of_query, of_key, of_value), dim=1).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(3, 3, 10), (4, 1, 8)])
-def test_rope_and_attention_as_one(
-    device: str, queries: int, keys: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@eager_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_zeros(0)
+
+
+@eager_backward.register_fake
+def _(grad: Tensor, qkv: Tensor, out: Tensor, _: Tensor, query_heads: int, key_heads: int) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+@pytest.fixture
+def eager_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PACKED, "eager", PackedKernels(eager_forward, eager_backward))
-    joined = load_rotated_attention("eager")
-    tables = rope_tables(5, head_dim, 10_000.0, torch.device(device))
+
+
+@pytest.mark.usefixtures("eager_is_packed")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rope", [True, False])
+@pytest.mark.parametrize(("queries", "keys", "head_dim"), [(3, 3, 10), (4, 1, 8)])
+def test_split_and_attention_as_one(device: str, rope: bool, queries: int, keys: int, head_dim: int) -> None:
+    packed = load_packed_attention("eager")
+    tables = rope_tables(5, head_dim, 10_000.0, torch.device(device)) if rope else (None, None)
 
     def attend(operations: Operations, qkv: Tensor) -> tuple[Tensor, ...]:
-        if operations.rotated_attention is not None:
-            return (joined(qkv, *tables, queries, keys),)
+        if operations.packed_attention is not None:
+            return (packed(qkv, *tables, queries, keys),)
         return (eager(*PLAIN.split_heads(qkv, *tables, None, None, 0.0, queries, keys)),)
 
     (qkv,) = draw(device, torch.float32, (2, 5, (queries + 2 * keys) * head_dim))
-    found = outputs_and_gradients(attend, replace(PLAIN, rotated_attention=joined), [qkv], ())
+    found = outputs_and_gradients(attend, replace(PLAIN, packed_attention=packed), [qkv], ())
     expected = outputs_and_gradients(attend, PLAIN, [qkv], ())
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
+def joined(architecture: dict, device: str, asked: str = "auto", backend: str = "eager") -> tuple[Operations, Choice]:
+    """Of a model without RoPE."""
+    choice = Choice(requested=asked, used="plain", reason="the model has no RoPE" if asked != "plain" else None)
+    return join_split_and_attention(
+        PLAIN,
+        choice,
+        backend,
+        eager,
+        model=run_config(architecture).model,
+        device=torch.device(device),
+        dtype=torch.float32,
+        in_place=False,
+    )
+
+
+@pytest.mark.usefixtures("eager_is_packed")
+@pytest.mark.parametrize("device", DEVICES)
+def test_without_rope_the_split_is_joined_with_attention_or_the_reason_kept(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operations, choice = joined(GPT2, device)
+    assert operations.packed_attention is not None and (choice.requested, choice.used) == ("auto", "fused")
+    assert choice.reason == (
+        "the model has no RoPE; the split into q, k and v as one with attention, "
+        "which writes its three gradients side by side"
+    )
+    assert joined(GPT2, device, asked="plain") == (PLAIN, Choice(requested="plain", used="plain"))
+    monkeypatch.setitem(PACKED, "wrong", PackedKernels(lambda q, k, v: eager_forward(k, q, v), eager_backward))
+    monkeypatch.setitem(PACKED, "broken", PackedKernels(eager_forward, lambda *_: 1 / 0))
+    for architecture, backend, word in (
+        (GPT2, "sdpa", "sdpa attention does not write its three gradients side by side"),
+        ({**GPT2, "qk_norm": True}, "eager", "q/k-norms"),
+        (GPT2, "wrong", "gives wrong results here"),
+        (GPT2, "broken", "does not run on this device (ZeroDivisionError"),
+    ):
+        operations, choice = joined(architecture, device, backend=backend)
+        assert operations == PLAIN and choice.used == "plain"
+        assert choice.reason.startswith("the model has no RoPE, and ") and word in choice.reason
+
+
+@pytest.mark.usefixtures("eager_is_packed")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_whole_model_without_rope_joined(device: str, backend: str | None, checkpointing: str) -> None:
+    config = run_config(GPT2)
+    results = []
+    for operations in (joined(GPT2, device)[0], PLAIN):
+        torch.manual_seed(0)
+        model = build_model(config, device=device, attention=eager, operations=operations)
+        if operations is not PLAIN:
+            torch._dynamo.reset()
+            if checkpointing != "none":
+                checkpoint_activations(model, checkpointing)
+            for block in model.blocks if backend is not None else ():
+                block.forward = torch.compile(block.forward, backend=backend, dynamic=False, fullgraph=True)
+        batch = tokens(2, 10).to(device)
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        results.append([loss, *(parameter.grad for parameter in model.parameters())])
+    for x, y in zip(*results, strict=True):
+        assert ((x - y).abs().max() / y.abs().max()).item() < 1e-4
+
+
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("name", ["llama2-1.36b", "llama3-1.5b"])
-def test_rope_and_fa4_as_one_are_chosen_and_compile(name: str) -> None:
+@pytest.mark.parametrize("name", ["llama2-1.36b", "llama3-1.5b", "gpt2-1.36b"])
+def test_split_and_fa4_as_one_are_chosen_and_compile(name: str) -> None:
     pytest.importorskip("flash_attn.cute.interface", reason="needs flash-attn-4")
     config = run_config(production_model(name), dtype="bfloat16", seq_len=256, attention="fa4")
     torch.manual_seed(0)
     results = []
     for joins in (True, False):
-        operations, _ = resolve_operations(
+        operations, choices = resolve_operations(
             KernelsConfig(rope="fused"), model=config.model, device="cuda", dtype=torch.bfloat16
         )
         attention, choice = resolve_attention(
@@ -275,15 +364,22 @@ def test_rope_and_fa4_as_one_are_chosen_and_compile(name: str) -> None:
         )
         assert choice.used == "fa4"
         if joins:
-            operations = join_rope_and_attention(
-                operations, "fa4", attention, model=config.model, device=torch.device("cuda"), dtype=torch.bfloat16
+            operations, joint = join_split_and_attention(
+                operations,
+                choices["rope"],
+                "fa4",
+                attention,
+                model=config.model,
+                device=torch.device("cuda"),
+                dtype=torch.bfloat16,
             )
-            assert operations.rotated_attention is not None
+            assert operations.packed_attention is not None and joint.used == "fused"
         torch.manual_seed(0)
         module = build_model(config, device="cuda", attention=attention, operations=operations).blocks[0].attention
         forward = torch.compile(module.forward, dynamic=False) if joins else module.forward
         (hidden,) = draw("cuda", torch.bfloat16, (2, 256, config.model.hidden_size))
-        tables = rope_tables(256, config.model.head_dim, 10_000.0, torch.device("cuda"))
+        has_rope = config.model.position == "rope"
+        tables = rope_tables(256, config.model.head_dim, 10_000.0, torch.device("cuda")) if has_rope else (None, None)
         out = forward(hidden.requires_grad_(), *tables)
         results.append([out.detach(), *torch.autograd.grad(out.square().sum(), [hidden, *module.parameters()])])
     for x, y in zip(*results, strict=True):

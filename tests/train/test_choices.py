@@ -40,6 +40,34 @@ def test_every_fallback_has_its_reason():
     assert "8.9" in fp8.reason
 
 
+def test_without_rope_its_key_says_what_became_of_the_split():
+    gpt2 = {"norm": "layernorm", "position": "learned", "mlp": "gelu"}
+    for attention in ("eager", "sdpa"):
+        resolved = resolve(tiny_config(model=gpt2, attention=attention, kernels={"rope": "auto"}), ALONE)
+        rope = resolved.used["rope"]
+        found = f"the model has no RoPE, and {attention} attention does not write its three gradients side by side"
+        assert (rope.requested, rope.used, rope.reason) == ("auto", "plain", found)
+        assert resolved.operations.packed_attention is None
+    rope = resolve(tiny_config(model=gpt2), ALONE).used["rope"]
+    assert (rope.used, rope.reason) == ("plain", None)  # was not asked for
+    rope = resolve(tiny_config(kernels={"rope": "auto"}), ALONE).used["rope"]
+    assert (rope.used, rope.reason) == ("plain", "Triton's kernels need a CUDA device, not cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_try_of_accumulating_matmuls_sees_a_wrong_product(monkeypatch, dtype):
+    cpu = torch.device("cpu")
+    assert choices.try_accumulating(cpu, dtype)
+    right = choices.add_product
+
+    def without_the_last_row(total, left, right_factor, overwrite=False):
+        rows = slice(0, total.shape[0] // 64 * 64)
+        right(total[rows], left[rows], right_factor, overwrite)
+
+    monkeypatch.setattr(choices, "add_product", without_the_last_row)
+    assert not choices.try_accumulating(cpu, dtype)
+
+
 @pytest.mark.parametrize(
     "asked, liger, runs, loss, cross_entropy, reason",
     [

@@ -79,6 +79,10 @@ def test_gpt2_takes_what_its_model_has(dtype, data, tmp_path):
         "fused-selective": gpu_config(activation_checkpointing="selective", compile="block", **same, **fused),
         "fused-full": gpu_config(activation_checkpointing="full", **same, **fused),
     }
+    if dtype == "bfloat16":  # fa4 knows no float32
+        fa4 = {"attention": "fa4", **same, **fused}
+        configs["fa4"] = gpu_config(compile="block", cuda_graphs=True, **fa4)
+        configs["fa4-selective"] = gpu_config(activation_checkpointing="selective", compile="block", **fa4)
     configs = {name: with_model(config, **GPT2) for name, config in configs.items()}
     logs = run_many(configs, data, tmp_path, timeout_s=540)
     for key, log in logs.items():
@@ -87,6 +91,8 @@ def test_gpt2_takes_what_its_model_has(dtype, data, tmp_path):
             assert log.used["norm"].used == "fused", log.used["norm"].reason
             assert log.used["weight_gradient"].used == "accumulate", log.used["weight_gradient"].reason
             assert log.used["swiglu"].used == "plain"
+            joined = log.used["attention"].used == "fa4"
+            assert log.used["rope"].used == ("fused" if joined else "plain"), log.used["rope"].reason
         if "graphs" in key:
             assert_graphs(log)
 

@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=self.norm_eps) if model.qk_norm else None
         self.split_heads = operations.split_heads
         self.attention = attention
-        self.rotated_attention = operations.rotated_attention
+        self.packed_attention = operations.packed_attention
 
     def forward(self, hidden: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         B, T, _ = hidden.shape
@@ -50,8 +50,8 @@ class Attention(nn.Module):
 
     def attend(self, qkv: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         """qkv [B, T, (query_heads + 2 key_heads) D] -> [B, T, query_heads, D]."""
-        if self.rotated_attention is not None:
-            return self.rotated_attention(qkv, cos, sin, self.query_heads, self.key_heads)
+        if self.packed_attention is not None:
+            return self.packed_attention(qkv, cos, sin, self.query_heads, self.key_heads)
         query, key, value = self.split_heads(
             qkv,
             cos,

@@ -20,7 +20,7 @@ from mfubench.run_log import Choice
 
 KINDS = ("norm", "rope", "swiglu")  # keys of KernelsConfig that this module resolves
 TOKENS = 5  # of a sequence of the try that a kernel must pass before it is used
-JOINED_TOKENS = 256  # of the try of RoPE and attention as one
+JOINED_TOKENS = 256  # of the try of split_heads and attention as one
 # Largest difference to float32 results that such a try may show, in units of the largest value, by dtype.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
@@ -33,7 +33,7 @@ class Operations:
     split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = split_heads
     swiglu: Callable[[Tensor], Tensor] = swiglu
     swiglu_linear: Callable[..., Tensor] | None = None  # with the matmul behind, where the product is not kept
-    rotated_attention: Callable[..., Tensor] | None = None  # split_heads and attention in one; None: one by one
+    packed_attention: Callable[..., Tensor] | None = None  # split_heads and attention in one; None: one by one
 
     def add_and_norm(
         self, hidden: Tensor, update: Tensor | None, norm: nn.LayerNorm | nn.RMSNorm
@@ -66,13 +66,15 @@ def load_rope(in_place: bool = True) -> dict[str, Any]:
     return {"split_heads": split_in_place if in_place else split_rotated}
 
 
-def load_rotated_attention(backend: str) -> Callable[..., Tensor]:
-    from mfubench.model.fused.rope import RotatedAttention
+def load_packed_attention(backend: str) -> Callable[..., Tensor]:
+    from mfubench.model.fused.rope import PackedAttention
 
-    def rotated_attention(qkv: Tensor, cos: Tensor, sin: Tensor, query_heads: int, key_heads: int) -> Tensor:
-        return RotatedAttention.apply(qkv, cos, sin, query_heads, key_heads, backend)
+    def packed_attention(
+        qkv: Tensor, cos: Tensor | None, sin: Tensor | None, query_heads: int, key_heads: int
+    ) -> Tensor:
+        return PackedAttention.apply(qkv, cos, sin, query_heads, key_heads, backend)
 
-    return rotated_attention
+    return packed_attention
 
 
 def load_swiglu_linear() -> dict[str, Any]:
@@ -120,19 +122,50 @@ def resolve_operations(
     return operations, choices
 
 
-def join_rope_and_attention(
+def join_split_and_attention(
     operations: Operations,
+    choice: Choice,
     backend: str,
     attention: AttentionFunction,
     *,
     model: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
-) -> Operations:
-    """The operations with RoPE in place and attention as one, where the backend has packed kernels and a try agrees."""
-    if backend not in PACKED or model.qk_norm:
-        return operations
-    joined = load_rotated_attention(backend)
+    in_place: bool = True,
+) -> tuple[Operations, Choice]:
+    """The operations with split_heads (RoPE in place) and attention as one where that can be had, and the new choice.
+
+    choice: what `resolve_operations` made of `kernels.rope`. With RoPE, a fused one stays so without attention in it.
+    Without RoPE there is nothing else to fuse: the choice is fused if attention is joined, and plain otherwise.
+    """
+    has_rope = model.position == "rope"
+    wanted = choice.used == "fused" and in_place if has_rope else choice.requested != "plain"
+    if not wanted:
+        return operations, choice
+    packed, obstacle = try_packed_attention(operations, backend, attention, model, device, dtype)
+    if packed is None:
+        if not has_rope:
+            choice = Choice(requested=choice.requested, used="plain", reason=f"the model has no RoPE, and {obstacle}")
+        return operations, choice
+    reason = "as one with attention, which writes its three gradients side by side"
+    if not has_rope:
+        reason = f"the model has no RoPE; the split into q, k and v {reason}"
+    return replace(operations, packed_attention=packed), Choice(requested=choice.requested, used="fused", reason=reason)
+
+
+def try_packed_attention(
+    operations: Operations,
+    backend: str,
+    attention: AttentionFunction,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Callable[..., Tensor] | None, str | None]:
+    """split_heads and attention as one where a try gives what the two give one by one, or None and the reason."""
+    if model.qk_norm:
+        return None, "q/k-norms come between its matmul and attention"
+    if backend not in PACKED:
+        return None, f"{backend} attention does not write its three gradients side by side"
     heads = model.num_attention_heads, model.num_key_value_heads
     generator = torch.Generator(device).manual_seed(0)
 
@@ -140,15 +173,20 @@ def join_rope_and_attention(
         return torch.randn(1, JOINED_TOKENS, *shape, generator=generator, device=device).to(dtype)
 
     leaf, weight = draw((heads[0] + 2 * heads[1]) * model.head_dim).requires_grad_(), draw(heads[0], model.head_dim)
-    tables = rope_tables(JOINED_TOKENS, model.head_dim, model.rope_theta, device)
+    tables: tuple[Tensor | None, Tensor | None] = (None, None)
+    if model.position == "rope":
+        tables = rope_tables(JOINED_TOKENS, model.head_dim, model.rope_theta, device)
     try:
+        packed = load_packed_attention(backend)
         apart = attention(*operations.split_heads(leaf.clone(), *tables, None, None, 0.0, *heads))
-        outputs = joined(leaf.clone(), *tables, *heads), apart
+        outputs = packed(leaf.clone(), *tables, *heads), apart
         results = [(out.detach(), *torch.autograd.grad(out, leaf, weight)) for out in outputs]
-    except Exception:  # kernels that cannot do this here cost the gain, not the run
-        return operations
-    same = largest_relative(*results) <= TOLERANCE[dtype]
-    return replace(operations, rotated_attention=joined) if same else operations
+    except Exception as error:  # kernels that cannot do this here cost the gain, not the run
+        return None, f"attention with one gradient of q, k and v {not_running(error)}"
+    difference = largest_relative(*results)
+    if not difference <= TOLERANCE[dtype]:
+        return None, f"attention with one gradient of q, k and v {wrong_by(difference)}"
+    return packed, None
 
 
 def try_fused(
@@ -168,8 +206,13 @@ def try_fused(
     except Exception as error:
         return None, not_running(error)
     if not difference <= TOLERANCE[dtype]:
-        return None, f"gives wrong results here (off by {difference:.2g} of the largest value)"
+        return None, wrong_by(difference)
     return fused, None
+
+
+def wrong_by(difference: float) -> str:
+    """Why a kernel is not used whose try on the device gave something else."""
+    return f"gives wrong results here (off by {difference:.2g} of the largest value)"
 
 
 def not_running(error: Exception) -> str:

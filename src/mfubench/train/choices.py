@@ -14,8 +14,8 @@ from torch.utils._triton import has_triton
 from mfubench.config import OptimizerConfig, RunConfig
 from mfubench.model import resolve_attention, resolve_loss
 from mfubench.model.decoder import DTYPES
-from mfubench.model.operations import Operations, join_rope_and_attention, not_running, resolve_operations
-from mfubench.model.weight_gradient import add_product
+from mfubench.model.operations import Operations, join_split_and_attention, not_running, resolve_operations
+from mfubench.model.weight_gradient import ROW_MULTIPLE, add_product
 from mfubench.run_log import Choice
 from mfubench.train.fsdp import no_whole_gradients
 from mfubench.train.parallel import Piece
@@ -99,12 +99,16 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
     operations, operation_choices = resolve_operations(
         config.kernels, model=model, device=device, dtype=DTYPES[dtype.used], in_place=in_place
     )
-    if operation_choices["rope"].used == "fused" and in_place:
-        operations = join_rope_and_attention(
-            operations, attention_choice.used, attention, model=model, device=device, dtype=DTYPES[dtype.used]
-        )
-        if operations.rotated_attention is not None:
-            operation_choices["rope"].reason = "as one with attention, which writes its three gradients side by side"
+    operations, operation_choices["rope"] = join_split_and_attention(
+        operations,
+        operation_choices["rope"],
+        attention_choice.used,
+        attention,
+        model=model,
+        device=device,
+        dtype=DTYPES[dtype.used],
+        in_place=in_place,
+    )
     used = {
         "attention": attention_choice,
         "compile": compiled,
@@ -273,11 +277,15 @@ def failure_of(attempt: Callable[[], bool]) -> str | None:
 
 
 def try_accumulating(device: torch.device, dtype: torch.dtype) -> bool:
-    left, right = torch.ones(8, 16, device=device, dtype=dtype), torch.ones(16, 24, device=device, dtype=dtype)
-    total = torch.full((8, 24), torch.nan, device=device)
-    add_product(total, left, right, overwrite=True)
-    add_product(total, left, right)
-    return bool((total == 32).all())
+    """Of a number of rows that makes one product, and of one that makes two."""
+    right = torch.ones(16, 24, device=device, dtype=dtype)
+    totals = []
+    for rows in (ROW_MULTIPLE, ROW_MULTIPLE + 1):
+        left, total = torch.ones(rows, 16, device=device, dtype=dtype), torch.full((rows, 24), torch.nan, device=device)
+        add_product(total, left, right, overwrite=True)
+        add_product(total, left, right)
+        totals.append(total)
+    return all(bool((total == 32).all()) for total in totals)
 
 
 def try_fused_cross_entropy(device: torch.device, dtype: torch.dtype) -> bool:
