@@ -61,6 +61,10 @@ def megabytes_a_layer(group: str, config: RunConfig) -> float:
         ("rope", run_of(rope="fused"), 302 + 453),
         ("rope", run_of("fa4", rope="fused"), 302 + 302),
         ("rope", run_of("fa4"), 302 + 453),
+        # no RoPE: the gradients of q, k and v side by side, by a copy or by attention itself
+        ("rope", run_of("fa4", "gpt2-1.36b"), 453),
+        ("rope", run_of("cudnn", "gpt2-1.36b", rope="fused"), 453),
+        ("rope", run_of("fa4", "gpt2-1.36b", rope="fused"), 0),
         ("norm", run_of(norm="fused"), (2 + 1 / 18) * (302 + 302)),  # two a layer, and the last
         ("norm", run_of(), (2 + 1 / 18) * (302 + 377.5)),
     ],
@@ -132,6 +136,8 @@ def test_auto_is_what_the_trainer_takes():
     assert resolved(compile_mode="reduce-overhead")["weight_gradient"] == "plain"
     gpt2 = resolve_settings(settings_of("gpt2-1.36b", {}, **auto), rates).kernels.model_dump()
     assert gpt2 == {**fused, "rope": "plain", "swiglu": "plain"}
+    packed = resolve_settings(settings_of("gpt2-1.36b", {"attention": "fa4"}, **auto), rates).kernels.model_dump()
+    assert packed == {**fused, "swiglu": "plain"}
     not_compiled = settings_of("llama2-1.36b", {"loss": "auto", "compile": "none"}, **auto)
     assert resolve_settings(not_compiled, rates).loss == "full"
     assert resolve_settings(not_compiled.model_copy(update={"kernels": KernelsConfig()}), rates).loss == "fused"

@@ -127,10 +127,14 @@ def elementwise_bytes_by_group(config: RunConfig) -> dict[str, float]:
     norm_forward = 4 * hidden  # read stream and branch, write stream and normed
     # read gradient, stream, gradient of the stream; write both onward (own kernel: one tensor for both)
     norm_backward = (4 if "norm" in own else 5) * hidden
-    # q and k; backward the gradient of v too, which takes its place beside theirs. Own kernel: v as well where it does
-    # not overwrite its input, and all but v alone where it overwrites the gradients.
+    # q and k; backward the gradient of v too, which takes its place beside theirs (without RoPE nothing but that, unless
+    # attention writes the three so). Own kernel: v as well where it does not overwrite its input, and all but v alone
+    # where it overwrites the gradients.
     rotated, with_value = 2 * (q_width + kv_width), 2 * (q_width + 2 * kv_width)
-    rope, rope_backward = (rotated, with_value) if m.position == "rope" else (0, 0)
+    if m.position == "rope":
+        rope, rope_backward = rotated, with_value
+    else:
+        rope, rope_backward = 0, 0 if config.kernels.rope == "fused" and writes_one_gradient(config) else with_value
     query_key_norm = rotated if m.qk_norm else 0  # backward: read again, write
     if "rope" in own:
         rope = rotated if rotates_in_place(config) else with_value
@@ -184,6 +188,11 @@ def eager_passes(group: str, config: RunConfig) -> float:
         group == "loss" and config.loss == "fused"
     )
     return 1.0 if config.compile != "none" or one_operator else EAGER_PASSES.get(group, 1.0)
+
+
+def writes_one_gradient(config: RunConfig) -> bool:
+    """Whether attention's backward pass writes the gradients of q, k and v side by side, as one of their matmul."""
+    return config.attention == "fa4" and not config.model.qk_norm
 
 
 def rotates_in_place(config: RunConfig) -> bool:
@@ -355,6 +364,7 @@ def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:
     )
     best = {
         **dict.fromkeys(lacking(config.model), "plain"),
+        **({} if config.model.position == "rope" or not writes_one_gradient(config) else {"rope": "fused"}),
         "cross_entropy": "plain" if config.loss == "fused" else "fused",
         "weight_gradient": "plain" if no_sum or captured or config.fp8 else "accumulate",
         "adamw": "plain" if sharded else "fused",

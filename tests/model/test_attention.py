@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import types
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from mfubench.model import attention, build_model, resolve_attention
 from mfubench.model.attention import FALLBACKS, LOADERS, Shape, attention_backends, tracing_obstacle, try_backend
-from mfubench.model.attention_kernels import eager, fa4_attention, sdpa
+from mfubench.model.attention_kernels import eager, fa4_attention, load_fa4, sdpa
 from mfubench.model.kernels import kernels_match, profile_kernels
 
 HEADS = {"mha": (4, 4), "gqa-2": (4, 2), "gqa-3": (6, 2), "mqa": (3, 1)}
@@ -163,6 +165,14 @@ def test_calls_into_the_packages(backend: str) -> None:
 
 
 @pytest.mark.usefixtures("fake_packages")
+def test_fa4_keeps_its_compiled_kernels_where_compiled_kernels_are_kept(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(os, "environ", {"MFUBENCH_CACHE": str(tmp_path)})
+    with contextlib.suppress(ImportError):
+        load_fa4()
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "flash-attention-4")
+
+
 def test_fa4_is_a_sound_operator() -> None:
     q, k, v, _ = Shape(1, 5, 4, 2, 8, torch.float32, torch.device("cpu")).inputs()
     torch.library.opcheck(

@@ -56,7 +56,7 @@ def points_of(profiled: Profiled) -> list[Point]:
     rates |= {"accumulation": 1 / ACCUMULATION_BYTES_AN_ADDITION, "optimizer": 1 / ADAMW_BYTES_AN_OPERATION}
     labels = {row.key: row.label for row in profiled.rows}
     for name, size in memory_traffic(config).items():
-        if name in rates and times.get(name):
+        if name in rates and size and times.get(name):
             points.append(Point(labels[name], "memory", size * rates[name], size, times[name]))
     return points
 

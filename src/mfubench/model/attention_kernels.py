@@ -9,12 +9,15 @@ The operator is part of the graph and of its cache key. `attention.py` chooses a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mfubench.cache import cache_root
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -95,6 +98,9 @@ def load_fa3() -> AttentionFunction:
 
 def load_fa4() -> AttentionFunction:
     """FlashAttention-4 of the flash-attn-4 package: kernels written in CuTe DSL and compiled at the first call."""
+    # for seconds, each process anew, unless the package is told to keep what it has compiled
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_root() / "flash-attention-4"))
     import flash_attn.cute.interface  # noqa: F401 (the operators below use it)
 
     return fa4

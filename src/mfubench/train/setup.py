@@ -12,6 +12,7 @@ import psutil
 import torch
 from torch import nn
 
+from mfubench.cache import cache_root
 from mfubench.config import ConfigError, RunConfig
 from mfubench.data.reader import TokenDataset
 from mfubench.flops import flop_terms
@@ -46,12 +47,11 @@ def inductor_cache(config: RunConfig, resolved: Resolved) -> Path:
     torch keys its cached graphs by what it traces, and does not see which attention kernel or backend flag was set
     when it compiled: with one folder for all, an ablation's second arm would run the kernels of its first.
     """
-    root = Path(os.environ.get("MFUBENCH_CACHE") or Path.home() / ".cache" / "mfubench")
     kernels = ("norm", "rope", "swiglu", "cross_entropy", "weight_gradient")
     names = ("attention", "compile", "loss", "dtype", "tf32", "fp8", *kernels)
     choices = {name: resolved.used[name].used for name in names}
     compiler = (config.compile_mode, config.compile_backend, config.activation_checkpointing, torch.__version__)
-    return root / "inductor" / hashlib.sha256(repr((choices, compiler)).encode()).hexdigest()[:16]
+    return cache_root() / "inductor" / hashlib.sha256(repr((choices, compiler)).encode()).hexdigest()[:16]
 
 
 def cap_memory(gib: float, process: Process) -> None:
