@@ -127,8 +127,8 @@ def elementwise_bytes_by_group(config: RunConfig) -> dict[str, float]:
     norm_forward = 4 * hidden  # read stream and branch, write stream and normed
     # read gradient, stream, gradient of the stream; write both onward (own kernel: one tensor for both)
     norm_backward = (4 if "norm" in own else 5) * hidden
-    # q and k; backward the gradient of v too, which takes its place beside theirs (without RoPE nothing but that, unless
-    # attention writes the three so). Own kernel: v as well where it does not overwrite its input, and all but v alone
+    # q and k; backward the gradient of v too, which takes its place beside theirs: without RoPE that alone, unless
+    # attention writes the three so. Own kernel: v as well where it does not overwrite its input, and all but v alone
     # where it overwrites the gradients.
     rotated, with_value = 2 * (q_width + kv_width), 2 * (q_width + 2 * kv_width)
     if m.position == "rope":

@@ -164,7 +164,6 @@ def test_calls_into_the_packages(backend: str) -> None:
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.usefixtures("fake_packages")
 def test_fa4_keeps_its_compiled_kernels_where_compiled_kernels_are_kept(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(os, "environ", {"MFUBENCH_CACHE": str(tmp_path)})
     with contextlib.suppress(ImportError):
@@ -173,6 +172,7 @@ def test_fa4_keeps_its_compiled_kernels_where_compiled_kernels_are_kept(monkeypa
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "flash-attention-4")
 
 
+@pytest.mark.usefixtures("fake_packages")
 def test_fa4_is_a_sound_operator() -> None:
     q, k, v, _ = Shape(1, 5, 4, 2, 8, torch.float32, torch.device("cpu")).inputs()
     torch.library.opcheck(
