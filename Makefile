@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: run test test-all test-faults test-cluster check lint format typecheck setup flash-attn lock clean help
+.PHONY: run test test-all test-kernels test-faults test-cluster check lint format typecheck setup flash-attn lock clean help
 
 run: setup  ## run the default study on this machine
 	snakemake --cores $(CORES)
@@ -20,6 +20,14 @@ test: setup lint typecheck  ## lint, the tests, the real workflow small; ten min
 
 test-all: setup lint typecheck  ## also the slow ones: every world size, killed at random instants, real tunings; half an hour
 	pytest -q
+
+test-kernels: setup build/triton/.installed  ## the Triton kernels in Triton's interpreter, where no GPU is; a minute
+	PYTHONPATH=build/triton pytest -q -k "interpreter" tests/model/test_fused.py tests/train/test_fused_adamw.py tests/benchmarks/test_kernels.py
+
+# apart, since torch's CUDA build wants an older one; 3.9 is the first whose interpreter runs loops over tl.range
+build/triton/.installed:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/triton triton==3.9.0
+	@touch $@
 
 test-faults: setup  ## processes killed, disks full, files damaged, ranks hung: docs/faults.md; ten minutes
 	pytest -q -m faults
