@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rows import is_own
 from mfubench.analysis.figures.style import LIGHT, plain_axes, titled_figure
 
 
@@ -21,8 +22,7 @@ def draw(path: Path, rows: Sequence[dict[str, Any]], title: str, subtitle: str) 
         axes = figure.subplots()
         for place, row in enumerate(measured):
             rate = row["tokens_per_s_per_gpu"]
-            own = row["system"].startswith("mfubench")
-            colour = LIGHT.series[1] if own else LIGHT.series[0]
+            colour = LIGHT.series[1 if is_own(row) else 0]
             axes.barh(place, rate["median"], height=0.62, color=colour, alpha=0.25)
             axes.plot(rate["by_repeat"], [place] * len(rate["by_repeat"]), "o", color=colour, markersize=4)
             axes.text(rate["median"], place, f"  {rate['median']:,.0f}", va="center", size=8.5)
@@ -65,6 +65,42 @@ def draw_losses(path: Path, result: dict[str, Any]) -> None:
         apart.set_xlabel("optimizer step")
         for axes in (curves, apart):
             plain_axes(axes, "y")
+        figure.savefig(path, metadata={"Software": "mfubench"})
+
+
+def draw_scaling(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """What each arm keeps of its cards' own rate, one panel an accumulation; dots are repeats, lines 95 % intervals."""
+    measured = [row for row in rows if row.get("efficiency")]
+    panels = sorted({(row["gradient_accumulation_steps"], row["world_size"]) for row in measured}, reverse=True)
+    with LIGHT.applied():
+        words = (
+            "Rate a GPU of the joint job over that of the same cards with a job each at the same time. Where a run was "
+            "made once there is no interval, and half a percent says nothing."
+        )
+        model = f"{measured[0]['model']} on {measured[0]['card']}" if measured else "nothing measured"
+        height = 1.3 + 0.3 * max(1, len({row["arm"] for row in measured}))
+        figure = titled_figure(LIGHT, f"Scaling: {model}", words, height)
+        axes = figure.subplots(1, max(1, len(panels)), sharex=True, squeeze=False)[0]
+        for panel, (accumulation, cards) in zip(axes, panels, strict=False):
+            shown = [
+                row
+                for row in measured
+                if (row["gradient_accumulation_steps"], row["world_size"]) == (accumulation, cards)
+            ]
+            for place, row in enumerate(reversed(shown)):
+                found, colour = row["efficiency"], LIGHT.series[1 if is_own(row) else 0]
+                panel.barh(place, 100 * found["median"] - 100, left=100, height=0.3, color=colour, alpha=0.25)
+                dots = [100 * one for one in found["by_repeat"]]
+                panel.plot(dots, [place] * len(dots), "o", color=colour, markersize=4)
+                if "low" in found:
+                    panel.plot([100 * found["low"], 100 * found["high"]], [place, place], color=colour, linewidth=1.2)
+                panel.text(100 * found["median"], place, f"{found['median']:.1%}  ", va="center", ha="right", size=8.5)
+            panel.set_yticks(range(len(shown)), [row["arm"].replace(":", ", ") for row in reversed(shown)])
+            panel.set_title(f"accumulation {accumulation}, {cards} GPUs", loc="left", size=9)
+            panel.axvline(100, color=LIGHT.muted, linewidth=0.8)
+            panel.set_xlabel("% kept, and what is lost to 100")
+            panel.margins(x=0.25)
+            plain_axes(panel, "x")
         figure.savefig(path, metadata={"Software": "mfubench"})
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import rows
+from benchmarks import figure, rows
 from benchmarks.cases import CHECKOUTS, Cases, Plan, job_of, make_run, read_cases
 from benchmarks.compare import own_settings
 from benchmarks.peers.job import Job, Record
@@ -280,6 +280,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.write_rows(arguments.results / f"scaling-{setting.label}.json", of_setting)
         write_text_atomically(arguments.results / f"scaling-{setting.label}.md", table(of_setting))
         print(f"\n{setting.label}\n{table(of_setting)}", flush=True)
+    for model in dict.fromkeys(setting.model for setting in settings):
+        of_model = [row for of_setting in found.values() for row in of_setting if row["model"] == model]
+        figure.draw_scaling(arguments.results / f"scaling-{model}.png", of_model)
     if code:
         print("the time was up before all was run; the same command goes on where it ended", file=sys.stderr)
     return code

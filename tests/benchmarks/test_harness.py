@@ -255,6 +255,9 @@ def test_scaling_compares_with_the_same_cards_alone(tmp_path):
     assert ddp["efficiency"]["median"] == pytest.approx(0.5)  # the fake record is of one GPU, the row of two
     assert torchtitan["status"] == "missing"
     assert "missing: not installed" in scaling.table([ddp, zero1, torchtitan])
+    for name, shown in (("all", [ddp, zero1, torchtitan]), ("none", [torchtitan])):
+        figure.draw_scaling(tmp_path / f"{name}.png", shown)
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
 
 
 def test_one_trial_serves_all_accumulations_and_numbers_of_cards(tmp_path):
@@ -324,6 +327,7 @@ def test_scaling_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "results" / "scaling-llama2-tiny-accumulation2.json").read_text())
     assert [row.get("arm") for row in found] == arms, done.stdout
+    assert (tmp_path / "results" / "scaling-llama2-tiny.png").stat().st_size > 1000
     for row in found:
         assert row["world_size"] == 2
         assert 0 < row["efficiency"]["median"] < 5
