@@ -26,7 +26,9 @@ def run_interpreted(file: str) -> None:
         pytest.skip("this is the interpreter")
     if torch.cuda.is_available():
         pytest.skip("the kernels run natively here")
-    pytest.importorskip("triton", minversion="3.9", reason="needs triton 3.9 or newer, whose interpreter can loop: make test-kernels")
+    pytest.importorskip(
+        "triton", minversion="3.9", reason="needs triton 3.9 or newer, whose interpreter can loop: make test-kernels"
+    )
     root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", file]
     variables = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
