@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import io
 import json
 import os
 import pickle
@@ -23,6 +24,7 @@ from mfubench.config import ConfigError
 from mfubench.experiments import expand_study, parse_overrides
 from mfubench.model.checkpoints import read_masters
 from mfubench.run_log import read_run_log, write_run_log
+from mfubench.train.checkpoint_files import IndexUnpickler
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = [*(ROOT / "src").rglob("*.py"), *(ROOT / "workflow" / "scripts").glob("*.py")]
@@ -84,6 +86,34 @@ def test_a_checkpoint_of_a_stranger_runs_nothing(tmp_path, capfd):
     with pytest.raises(AssertionError, match="which no index of tensors does"):
         run_here(tiny_config(max_iters=3), data, work)
     assert not proof.exists()
+
+
+class Got:
+    """getattr(owner, name): how Python before 3.11.4, Debian 12's for one, pickles a member of an enumeration."""
+
+    def __init__(self, owner, name: str):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return (getattr, (self.owner, self.name))
+
+
+def test_an_index_has_memory_formats_by_getattr_and_nothing_else():
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
+
+    def loaded(owner, name: str):
+        return IndexUnpickler(io.BytesIO(pickle.dumps(Got(owner, name)))).load()
+
+    for member in _MEM_FORMAT_ENCODING:
+        assert loaded(_MEM_FORMAT_ENCODING, member.name) is member
+    for owner, name in (
+        (_MEM_FORMAT_ENCODING, "__class__"),
+        (_MEM_FORMAT_ENCODING, "_missing_"),
+        (Path, "home"),
+        (TensorProperties, "__init__"),
+    ):
+        with pytest.raises(pickle.UnpicklingError, match="which no index of tensors does"):
+            loaded(owner, name)
 
 
 def test_tensors_of_a_stranger_run_nothing(tmp_path):

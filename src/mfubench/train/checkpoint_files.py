@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 
 from mfubench.config import ConfigError
 
@@ -35,10 +35,19 @@ INDEX_NAMES = {
 }
 
 
+def memory_format(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
+    """getattr(_MEM_FORMAT_ENCODING, name), which is how Python before 3.11.4 pickles a member of an enumeration."""
+    if kind is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError("it names builtins.getattr of no memory format, which no index of tensors does")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class IndexUnpickler(pickle.Unpickler):
     """Takes nothing but descriptions of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return memory_format
         if name not in INDEX_NAMES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors does")
         return super().find_class(module, name)
