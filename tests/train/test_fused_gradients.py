@@ -210,8 +210,9 @@ def test_every_parallelism_trains_alike(data, tmp_path):
         {"compile": "block", "compile_backend": "aot_eager"},
         {"dtype": "bfloat16", "activation_checkpointing": "full"},
         {"communication": {"shard_ranks": 1}},
+        {"dtype": "bfloat16", "measurement": {"profile": "kernels"}},
     ],
-    ids=["tied", "biases", "compiled", "bfloat16", "copies"],
+    ids=["tied", "biases", "compiled", "bfloat16", "copies", "profiled"],
 )
 def test_fsdp_reduces_what_matmuls_have_added_up(data, tmp_path, options):
     batch = {"world_size": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 3, "max_iters": 5}

@@ -95,7 +95,7 @@ class FsdpEngine:
         It takes the place of the sum that fully_shard makes of micro-steps without communication: a private attribute,
         which torch has had under this name since 2.4. What autograd brings of a tied weight is added to it there.
         """
-        sharded = sharded_by(self.root, layer)
+        sharded = sharded_weight(self.root, layer)
         total = torch.zeros(self.parameters[name].shape, dtype=torch.float32, device=self.device)
         ticket = torch.empty(0, device=total.device, requires_grad=True)
         ticket.register_post_accumulate_grad_hook(forget_gradient)
@@ -104,6 +104,8 @@ class FsdpEngine:
 
     def begin_micro_step(self, first: bool, last: bool) -> None:
         self.overwrite.fill_(first)
+        if first and last and self.whole_gradients:
+            self.sum_in_float32()
         for sharded, total in self.whole_gradients:
             sharded.unsharded_accumulated_grad = total
         if first:
@@ -115,6 +117,18 @@ class FsdpEngine:
         elif self.copies > 1:
             self.root.set_requires_all_reduce(last)
         self.root.set_is_last_backward(last)
+
+    def sum_in_float32(self) -> None:
+        """For a micro-step by itself, as in a profile: float32 sums for what no matmul accumulates.
+
+        What a block reduces must have one dtype, and fully_shard leaves the gradients of a single micro-step in the
+        dtype of the weights.
+        """
+        accumulated = {sharded for sharded, _ in self.whole_gradients}
+        for sharded in sharded_weights(self.root):
+            if sharded not in accumulated:
+                shape = sharded.sharded_param.shape
+                sharded.unsharded_accumulated_grad = torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def finish_backward(self) -> None:
         """fully_shard has made the stream wait already."""
@@ -212,14 +226,18 @@ def forget_gradient(ticket: Tensor) -> None:
     ticket.grad = None
 
 
-def sharded_by(root: FSDPModule, layer: Linear) -> Any:
-    """fully_shard's own object (FSDPParam) for a layer's weight."""
+def sharded_weights(root: FSDPModule) -> Iterator[Any]:
+    """fully_shard's own objects (FSDPParam), one a parameter."""
     for module in root.modules():  # type: ignore[attr-defined]
-        if not isinstance(module, FSDPModule):
-            continue
-        group = module._get_fsdp_state()._fsdp_param_group
-        for sharded in group.fsdp_params if group is not None else ():
-            owners = sharded._module_info
-            if owners.param_name == "weight" and layer in (owners.module, *owners.shared_modules):
-                return sharded
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            yield from group.fsdp_params if group is not None else ()
+
+
+def sharded_weight(root: FSDPModule, layer: Linear) -> Any:
+    """fully_shard's own object (FSDPParam) for a layer's weight."""
+    for sharded in sharded_weights(root):
+        owners = sharded._module_info
+        if owners.param_name == "weight" and layer in (owners.module, *owners.shared_modules):
+            return sharded
     raise LookupError(f"fully_shard knows no weight of {layer}")
