@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from pydantic import Field
 
 import mfubench
 from benchmarks.peers.job import Job
+from benchmarks.tiny_data import write_tiny_dataset
 from mfubench.code_digest import code_digest
 from mfubench.config import ConfigError, RunConfig, Strict, parse
 from mfubench.presets import load_model
@@ -64,6 +66,17 @@ def read_cases(path: Path = FILE) -> Cases:
                 if case.sequences_per_step % size:
                     raise ConfigError(f"{path}: cases.{name}: {size} does not divide {case.sequences_per_step}")
     return cases
+
+
+def check_data(folder: Path | None, tiny: bool) -> Path:
+    """The folder that --data names, or a made-up dataset for a tiny run; raises ConfigError where it has no dataset."""
+    if folder is None and tiny:
+        return write_tiny_dataset(Path(tempfile.mkdtemp()) / "data")
+    if folder is None:
+        raise ConfigError("--data: missing; the folder of a prepared dataset (resources/datasets/NAME) is needed")
+    if not (folder / "meta.json").is_file():
+        raise ConfigError(f"--data: {folder} is no prepared dataset: it has no meta.json")
+    return folder
 
 
 @functools.cache

@@ -11,17 +11,15 @@ import argparse
 import dataclasses
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import figure, rows
-from benchmarks.cases import CHECKOUTS, FILE, Cases, Plan, make_job, read_cases
+from benchmarks.cases import CHECKOUTS, FILE, Cases, Plan, check_data, make_job, read_cases
 from benchmarks.peers.job import Job, Record, read_record
 from benchmarks.peers.mfubench_engine import run_config
 from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine
-from benchmarks.tiny_data import write_tiny_dataset
 from mfubench.config import ConfigError
 from mfubench.experiments import parse_overrides
 from mfubench.run_log import write_text_atomically
@@ -170,19 +168,13 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[str]]:
     for path in checkouts.values():
         if not path.is_dir():
             raise ConfigError(f"{path}: is no folder; a peer's source tree was expected there")
-    plan = Plan(arguments.data or Path(), arguments.work, checkouts=checkouts)
+    data = check_data(arguments.data, arguments.tiny)
+    plan = Plan(data, arguments.work, checkouts=checkouts)
     plan = dataclasses.replace(plan, preheat_s=arguments.preheat, measure_s=arguments.measure)
     names = arguments.case
     if arguments.tiny:
-        data = arguments.data or write_tiny_dataset(Path(tempfile.mkdtemp()) / "data")
-        plan = dataclasses.replace(
-            plan, data=data, device="cpu", preheat_s=0.2, measure_s=0.5, trial_s=0.2, min_steps=3
-        )
+        plan = dataclasses.replace(plan, device="cpu", preheat_s=0.2, measure_s=0.5, trial_s=0.2, min_steps=3)
         names = ["tiny", "tiny-gpt2"]
-    elif arguments.data is None:
-        raise ConfigError("--data: missing; the folder of a prepared dataset (resources/datasets/NAME) is needed")
-    elif not (arguments.data / "meta.json").is_file():
-        raise ConfigError(f"--data: {arguments.data} is no prepared dataset: it has no meta.json")
     if names == ["all"]:
         names = [name for name in cases.cases if not name.startswith("tiny")]
     if unknown := [name for name in names if name not in cases.cases]:

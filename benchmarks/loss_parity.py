@@ -12,18 +12,17 @@ import argparse
 import dataclasses
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import figure, rows
-from benchmarks.cases import Cases, Plan, job_of, make_run, read_cases
+from benchmarks.cases import Cases, Plan, check_data, job_of, make_run, read_cases
 from benchmarks.compare import own_settings
 from benchmarks.peers.job import Job
+from benchmarks.peers.mfubench_engine import run_config
 from benchmarks.runner import OutOfTime, Runner, check_machine
-from benchmarks.tiny_data import write_tiny_dataset
 from mfubench.config import ConfigError
 from mfubench.run_log import read_run_log, write_json, write_text_atomically
 
@@ -49,6 +48,11 @@ class Parity:
 
     def __init__(self, work: Work, arms: Sequence[str], runner: Runner):
         self.work, self.arms, self.runner = work, arms, runner
+
+    def check(self) -> None:
+        """Raises ConfigError where mfubench would refuse the work or an arm's settings, before anything runs."""
+        for system, seed, label in self.plan():
+            run_config(self.job(system, seed, label))
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
@@ -215,12 +219,10 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, Work]:
     work = Work(
         arguments.model, 2048, arguments.micro_batch_size, arguments.accumulation, arguments.steps, arguments.seeds
     )
+    data = check_data(arguments.data, arguments.tiny)
     if arguments.tiny:
-        data = arguments.data or write_tiny_dataset(Path(tempfile.mkdtemp()) / "data")
         return cases, Plan(data, arguments.work, "cpu"), dataclasses.replace(work, model="llama2-tiny", seq_len=64)
-    if arguments.data is None:
-        raise ConfigError("--data: missing; the folder of a prepared dataset (resources/datasets/NAME) is needed")
-    return cases, Plan(arguments.data, arguments.work, "cuda"), work
+    return cases, Plan(data, arguments.work, "cuda"), work
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -229,11 +231,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline = time.monotonic() + arguments.minutes * 60 if arguments.minutes else float("inf")
     try:
         cases, plan, work = prepare(arguments)
+        parity = Parity(work, arguments.arms, Runner(plan, cases, deadline))
+        parity.check()
         check_machine(plan.work)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    parity = Parity(work, arguments.arms, Runner(plan, cases, deadline))
     code = 0
     try:
         parity.everything(arguments.expected)

@@ -12,7 +12,6 @@ import dataclasses
 import math
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import figure, rows
-from benchmarks.cases import CHECKOUTS, Cases, Plan, job_of, make_run, read_cases
+from benchmarks.cases import CHECKOUTS, Cases, Plan, check_data, job_of, make_run, read_cases
 from benchmarks.compare import own_settings
 from benchmarks.peers.job import Job, Record
+from benchmarks.peers.mfubench_engine import run_config
 from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine
-from benchmarks.tiny_data import write_tiny_dataset
 from mfubench.analysis.statistics import student_t
 from mfubench.config import ConfigError
 from mfubench.machine import describe_cards
@@ -33,6 +32,7 @@ from mfubench.run_log import write_text_atomically
 HERE = Path(__file__).parent
 DEFAULT_ARMS = ("mfubench:ddp", "mfubench:zero1", "mfubench:fsdp", "torchtitan:fsdp", "nanogpt:ddp")
 ALONE = "none"  # parallelism of the one-GPU jobs
+JOINT = ("ddp", "zero1", "fsdp")  # parallelisms of an arm
 TRIAL = "trial"
 
 
@@ -63,6 +63,20 @@ class Scaling:
         self.setting, self.arms, self.runner, self.repeats = setting, arms, runner, repeats
         self.systems = list(dict.fromkeys(arm.partition(":")[0] for arm in arms))
         self.lost: dict[str, Record] = {}  # system or arm -> why it cannot be had
+
+    def check(self) -> None:
+        """Raises ConfigError for an arm or settings that would be refused, before anything runs."""
+        if self.repeats < 1:
+            raise ConfigError("--repeats: at least 1")
+        for arm in self.arms:
+            system, _, parallelism = arm.partition(":")
+            if system not in self.runner.cases.systems:
+                raise ConfigError(f"--arms: {arm}: no such system in benchmarks/cases.yaml")
+            if parallelism not in JOINT:
+                raise ConfigError(f"--arms: {arm}: write SYSTEM:PARALLELISM, the latter one of {', '.join(JOINT)}")
+            for job in (self.trial_job(system), self.job(system, parallelism, self.setting, "checked")):
+                if job.driver == "mfubench_engine":
+                    run_config(job)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -233,14 +247,12 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[Setting], 
     """Raises ConfigError."""
     cases = own_settings(read_cases(), arguments.set)
     checkouts = {system: path for system, name in CHECKOUTS.items() if (path := getattr(arguments, name))}
+    data = check_data(arguments.data, arguments.tiny)
     if arguments.tiny:
-        data = arguments.data or write_tiny_dataset(Path(tempfile.mkdtemp()) / "data")
         plan = Plan(data, arguments.work, "cpu", 0.2, 0.5, 0.2, min_steps=3, checkouts=checkouts)
         settings = [Setting("llama2-tiny", 64, accumulation, 2, 2) for accumulation in arguments.accumulation]
         return cases, plan, settings, arguments.arms
-    if arguments.data is None:
-        raise ConfigError("--data: missing; the folder of a prepared dataset (resources/datasets/NAME) is needed")
-    plan = Plan(arguments.data, arguments.work, "cuda", arguments.preheat, arguments.measure, checkouts=checkouts)
+    plan = Plan(data, arguments.work, "cuda", arguments.preheat, arguments.measure, checkouts=checkouts)
     here = len(describe_cards()[0])
     counts = arguments.gpus or [2**power for power in range(1, here.bit_length()) if 2**power <= here]
     if here < 2 or max(counts) > here:
@@ -260,16 +272,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline = time.monotonic() + arguments.minutes * 60 if arguments.minutes else float("inf")
     try:
         cases, plan, settings, arms = prepare(arguments)
-        if unknown := [arm for arm in arms if arm.partition(":")[0] not in cases.systems]:
-            raise ConfigError(f"--arms: {unknown[0]}: no such system in benchmarks/cases.yaml")
+        runner = Runner(plan, cases, deadline)
+        scalings = [Scaling(setting, arms, runner, arguments.repeats) for setting in settings]
+        for scaling in scalings:
+            scaling.check()
         check_machine(plan.work)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    runner, code = Runner(plan, cases, deadline), 0
+    code = 0
     found: dict[str, list[dict[str, Any]]] = {}
-    for setting in settings:
-        scaling = Scaling(setting, arms, runner, arguments.repeats)
+    for setting, scaling in zip(settings, scalings, strict=True):
         try:
             scaling.everything()
         except OutOfTime:

@@ -286,6 +286,26 @@ def test_loss_parity_takes_own_systems_alone(tmp_path, capsys):
     assert "is none of mfubench's own systems" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("harness", "arguments", "said"),
+    [
+        (loss_parity, ["--set", "kernels.nope=plain"], "settings of mfubench.kernels.nope: unknown key"),
+        (loss_parity, ["--accumulation", "0"], "gradient_accumulation_steps: found 0"),
+        (loss_parity, ["--data", "/nowhere"], "--data: /nowhere is no prepared dataset"),
+        (scaling, ["--set", "nope=1"], "settings of mfubench.nope: unknown key"),
+        (scaling, ["--accumulation", "1", "0"], "gradient_accumulation_steps: found 0"),
+        (scaling, ["--data", "/nowhere"], "--data: /nowhere is no prepared dataset"),
+        (scaling, ["--arms", "mfubench"], "--arms: mfubench: write SYSTEM:PARALLELISM"),
+        (scaling, ["--repeats", "0"], "--repeats: at least 1"),
+    ],
+)
+def test_bad_input_is_told_before_anything_runs(tmp_path, capsys, harness, arguments, said):
+    places = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "results")]
+    assert harness.main(["--tiny", *places, *arguments]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+
+
 def test_figure_names_what_is_missing(tmp_path):
     cases = read_cases()
     job = make_job(make_plan(tmp_path), cases, "tiny", "transformers", 2, "trial", trial=True)
