@@ -60,7 +60,8 @@ def draw_losses(path: Path, result: dict[str, Any]) -> None:
             if base is not None and (system != reference or label != "first"):
                 apart.plot(steps, [a - b for a, b in zip(losses, base, strict=True)], color=colour, linewidth=0.8)
         curves.set_ylabel("loss, nats")
-        curves.legend(frameon=False)
+        if named:
+            curves.legend(frameon=False)
         apart.set_ylabel("difference, nats")
         apart.set_xlabel("optimizer step")
         for axes in (curves, apart):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import statistics
 import sys
 import time
@@ -24,6 +25,7 @@ from benchmarks.peers.job import Job
 from benchmarks.peers.mfubench_engine import run_config
 from benchmarks.runner import OutOfTime, Runner, check_machine
 from mfubench.config import ConfigError
+from mfubench.data.meta import DatasetMeta, read_meta
 from mfubench.run_log import read_run_log, write_json, write_text_atomically
 
 HERE = Path(__file__).parent
@@ -47,7 +49,8 @@ class Parity:
     """Runs of the reference and of each arm, seed by seed, and the curves of those that are done."""
 
     def __init__(self, work: Work, arms: Sequence[str], runner: Runner):
-        self.work, self.arms, self.runner = work, arms, runner
+        self.work, self.arms, self.runner = work, list(dict.fromkeys(arms)), runner
+        self.dataset = dataset_key(runner.plan.data)
 
     def check(self) -> None:
         """Raises ConfigError where mfubench would refuse the work or an arm's settings, before anything runs."""
@@ -58,7 +61,7 @@ class Parity:
 
     def job(self, system: str, seed: int, label: str = "first") -> Job:
         work, plan = self.work, self.runner.plan
-        more = {"seed": FIRST_SEED + seed, "measurement": {"profile": "none"}}
+        more = {"dataset": self.dataset, "seed": FIRST_SEED + seed, "measurement": {"profile": "none"}}
         run = make_run(work.model, work.seq_len, work.micro_batch_size, work.accumulation, plan.device, **more)
         folder = plan.work / "loss-parity" / work.model / f"{system}-seed{seed}-{label}"
         job = job_of(plan, self.runner.cases, system, run, folder)
@@ -81,7 +84,7 @@ class Parity:
     # --- results ------------------------------------------------------------------------------------------------------
 
     def curve(self, system: str, seed: int, label: str = "first") -> list[float] | None:
-        """Loss of each step; None where the run is not done, failed or diverged."""
+        """Loss of each step; None where the run is not done or gave no curve (`why_none`)."""
         job = self.job(system, seed, label)
         records = self.runner.done([job])
         if records is None or records[0].status != "ok":
@@ -89,14 +92,22 @@ class Parity:
         losses = [step.loss for step in read_run_log(job.folder / "run.json").steps]
         return [loss for loss in losses if loss is not None] if None not in losses else None
 
+    def why_none(self, system: str, seed: int, label: str) -> str | None:
+        """Why a run gave no curve; None where it is not done."""
+        records = self.runner.done([self.job(system, seed, label)])
+        return f"{records[0].status}: {records[0].reason}" if records else None
+
     def result(self) -> dict[str, Any]:
-        """Curves, spreads of the reference, and each arm's differences from it."""
+        """Curves, why others are not there, spreads of the reference, and each arm's differences from it."""
         seeds = range(self.work.seeds)
-        curves = {
-            f"{system} {seed} {label}": curve
-            for system, seed, label in self.plan()
-            if (curve := self.curve(system, seed, label)) is not None
-        }
+        curves: dict[str, list[float]] = {}
+        lost: dict[str, str] = {}
+        for run in self.plan():
+            name = "{} {} {}".format(*run)
+            if (curve := self.curve(*run)) is not None:
+                curves[name] = curve
+            elif (reason := self.why_none(*run)) is not None:
+                lost[name] = reason
         references = {
             seed: curves[f"{REFERENCE} {seed} first"] for seed in seeds if f"{REFERENCE} {seed} first" in curves
         }
@@ -126,7 +137,15 @@ class Parity:
                 for arm in self.arms
             },
             "curves": curves,
+            "lost": lost,
         }
+
+
+def dataset_key(folder: Path) -> str:
+    """A key of the tokens themselves: losses of other tokens are another run's, wherever they lie."""
+    splits = read_meta(DatasetMeta, folder).splits
+    content = [shard.sha256 for split in ("train", "val") if split in splits for shard in splits[split].shards]
+    return f"tokens-{hashlib.sha256(' '.join(content).encode()).hexdigest()[:16]}"
 
 
 def tail(curve: Sequence[float]) -> float:
@@ -167,7 +186,8 @@ def table(result: dict[str, Any]) -> str:
     for arm, found in result["arms"].items():
         apart = found["by_seed"]
         if not apart:
-            lines.append([arm, "0", "", "", "not measured"])
+            reason = next((why for name, why in result["lost"].items() if name.split()[0] in (arm, REFERENCE)), None)
+            lines.append([arm, "0", "", "", reason or "not measured"])
             continue
         tails = ", ".join(f"{one['tail']:+.4f}" for one in apart)
         squares = ", ".join(f"{one['root_mean_square']:.4f}" for one in apart)

@@ -21,6 +21,7 @@ from benchmarks.peers.driving import outcome
 from benchmarks.peers.job import Job, MissingPeer, Record, read_job, read_record, write_job
 from benchmarks.peers.torchtitan import mlp_width
 from benchmarks.runner import OutOfTime, Runner
+from benchmarks.tiny_data import write_tiny_dataset
 from mfubench.config import ConfigError
 from mfubench.presets import load_model
 
@@ -279,6 +280,39 @@ def test_losses_are_held_against_the_same_seed_and_the_spread_of_others():
     assert loss_parity.verdict([found], 0.3) == "within the spread"
     assert loss_parity.verdict([found, {"tail": -0.6}], 0.3) == "beyond the spread (2.0 times)"
     assert "no spread" in loss_parity.verdict([found], None)
+
+
+def parity_of(work: Path, **known: Record) -> loss_parity.Parity:
+    plan = make_plan(work)
+    if not plan.data.exists():
+        write_tiny_dataset(plan.data)
+    runner = FakeRunner(plan, {(system.replace("_", "-"), 2): record for system, record in known.items()})
+    return loss_parity.Parity(loss_parity.Work("llama2-tiny", 64, 2, 1, 4, 1), ["mfubench"], runner)
+
+
+def test_a_loss_curve_that_is_not_there_says_why(tmp_path):
+    failed = Record("failed", reason="the loss of step 2 is not finite")
+    parity = parity_of(tmp_path, mfubench_eager=record_at(1.0, "oom"), mfubench=failed)
+    assert parity.result()["lost"] == {}
+    assert "not measured" in loss_parity.table(parity.result())
+    parity.everything(1.0)
+    result = parity.result()
+    assert result["lost"]["mfubench 0 first"] == "failed: the loss of step 2 is not finite"
+    assert set(result["lost"]) == {"mfubench 0 first", "mfubench-eager 0 first", "mfubench-eager 0 again"}
+    assert "oom: None" in loss_parity.table(result)  # the reference's own reason comes first
+    figure.draw_losses(tmp_path / "none.png", result)
+    assert (tmp_path / "none.png").stat().st_size > 1000
+
+
+def test_losses_of_other_tokens_are_another_run(tmp_path):
+    parity = parity_of(tmp_path, mfubench_eager=record_at(1.0), mfubench=record_at(1.0))
+    parity.everything(1.0)
+    same = parity_of(tmp_path, mfubench_eager=record_at(1.0), mfubench=record_at(1.0))
+    assert same.runner.done([same.job("mfubench", 0)]) is not None
+    meta = tmp_path / "data" / "meta.json"
+    meta.write_text(meta.read_text().replace("0" * 64, "1" * 64))
+    other = parity_of(tmp_path, mfubench_eager=record_at(1.0), mfubench=record_at(1.0))
+    assert other.runner.done([other.job("mfubench", 0)]) is None
 
 
 def test_loss_parity_takes_own_systems_alone(tmp_path, capsys):
