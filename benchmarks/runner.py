@@ -8,13 +8,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from benchmarks.cases import Cases, Plan
 from benchmarks.peers.job import Job, Record, read_record
-from benchmarks.processes import finish, start
+from benchmarks.processes import Started, end, finish, start
 from mfubench.config import ConfigError
 from mfubench.machine import describe_cards
 from mfubench.run_log import write_json
+from mfubench.stop_signals import on_stop
 from mfubench.telemetry import sampler_process
 
 FIRST_RUN_S = 170.0  # a run of which nothing is known yet: start, compilation, a few steps
@@ -48,10 +50,15 @@ class Runner:
         system = self.cases.systems[jobs[0].system]
         cache = (self.plan.work / "cache" / jobs[0].system / jobs[0].run.model.name).resolve()
         on_cpu = self.plan.device == "cpu"
-        started = [
-            start(job, cache, system.environment, None if on_cpu else own) for job, own in zip(jobs, cards, strict=True)
-        ]
-        records = finish(started, min(LONGEST_RUN_S, left))
+        started: list[Started] = []
+        with on_stop(leave):  # jobs lead sessions of their own: without this, they would outlive a SIGTERM
+            try:
+                for job, own in zip(jobs, cards, strict=True):
+                    started.append(start(job, cache, system.environment, None if on_cpu else own))
+                records = finish(started, min(LONGEST_RUN_S, left))
+            finally:
+                for one in started:
+                    end(one.process)
         if None in records and left < LONGEST_RUN_S:
             print("the time is up", flush=True)
             for job in jobs:
@@ -66,6 +73,10 @@ class Runner:
         words = [f"{r.rate:,.0f} tokens/s/GPU" if r.rate else f"{r.status}: {r.reason}" for r in results]
         print(f"{' and '.join(words)} ({results[0].wall_s:.0f} s)", flush=True)
         return results
+
+
+def leave(number: int) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def check_machine(work: Path) -> None:

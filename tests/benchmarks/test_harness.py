@@ -6,10 +6,13 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -385,6 +388,24 @@ def test_scaling_on_a_cpu(tmp_path):
     for row in found:
         assert row["world_size"] == 2
         assert 0 < row["efficiency"]["median"] < 5
+
+
+def test_a_stopped_harness_takes_its_job_with_it(tmp_path):
+    places = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "results")]
+    command = [sys.executable, "-m", "benchmarks.loss_parity", "--tiny", "--steps", "5000", "--seeds", "1", *places]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while not (jobs := psutil.Process(process.pid).children(recursive=True)):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+        assert not psutil.wait_procs(jobs, timeout=10)[1]
+    finally:
+        process.kill()
+    assert not list((tmp_path / "work").rglob("record.json"))
 
 
 @pytest.mark.slow
