@@ -165,6 +165,9 @@ class Scaling:
         ]
         row["arm"] = arm
         if not good:
+            failed = next((single for alone, _ in pairs for single in alone if single.status != "ok"), None)
+            if row["status"] == "ok" and failed is not None:
+                row |= {"status": failed.status, "reason": f"alone: {failed.reason}"}
             return row
         ratios = [joint / alone for alone, joint, _ in good]
         q1, median, q3 = rows.quartiles([alone for alone, _, _ in good])

@@ -264,6 +264,16 @@ def test_scaling_compares_with_the_same_cards_alone(tmp_path):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
 
 
+def test_a_job_that_fails_alone_is_the_reason_of_an_efficiency_that_is_missing(tmp_path):
+    """The trial is one micro-step: the one-GPU jobs of more of them may need memory that it did not."""
+    runner = FakeRunner(make_plan(tmp_path), {})
+    bench = scaling.Scaling(scaling.Setting("llama2-1.36b", 2048, 4, 2, 8), ["mfubench:ddp"], runner, 1)
+    good = record_at(1000.0)
+    alone = [good, Record("oom", reason="out of memory")]
+    row = bench.row("mfubench:ddp", bench.joint("mfubench:ddp", good, 0), [(alone, good)])
+    assert "oom: alone: out of memory" in scaling.table([row])
+
+
 def test_one_trial_serves_all_accumulations_and_numbers_of_cards(tmp_path):
     runner = FakeRunner(make_plan(tmp_path), {("mfubench", 8): record_at(1000.0)})
     for accumulation, cards in ((4, 2), (1, 4)):
