@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from benchmarks import figure, rows
 from benchmarks.cases import CHECKOUTS, FILE, Cases, Plan, check_data, make_job, read_cases
 from benchmarks.peers.job import Job, Record, read_record
 from benchmarks.peers.mfubench_engine import run_config
-from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine
+from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine, deadline_after, exit_code
 from mfubench.config import ConfigError
 from mfubench.experiments import parse_overrides
 from mfubench.run_log import write_text_atomically
@@ -201,25 +200,22 @@ def check_own_settings(cases: Cases, plan: Plan, names: Sequence[str]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input."""
     arguments = make_parser().parse_args(argv)
-    began = time.monotonic()
-    deadline = began + arguments.minutes * 60 if arguments.minutes else float("inf")
+    deadline = deadline_after(arguments.minutes)
     try:
         cases, plan, names = prepare(arguments)
         check_machine(plan.work)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    code = 0
+    out_of_time = False
     for name in names:
         bench = Bench(name, cases.cases[name].systems, Runner(plan, cases, deadline), arguments.repeats)
         try:
             bench.everything()
         except OutOfTime:
-            code = 75
+            out_of_time = True
         print(f"\n{name}\n{bench.publish(arguments.results)}", flush=True)
-    if code:
-        print("the time was up before all was run; the same command goes on where it ended", file=sys.stderr)
-    return code
+    return exit_code(out_of_time)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from benchmarks.cases import Cases, Plan, check_data, job_of, make_run, read_cas
 from benchmarks.compare import own_settings
 from benchmarks.peers.job import Job
 from benchmarks.peers.mfubench_engine import run_config
-from benchmarks.runner import OutOfTime, Runner, check_machine
+from benchmarks.runner import OutOfTime, Runner, check_machine, deadline_after, exit_code
 from mfubench.config import ConfigError
 from mfubench.data.meta import DatasetMeta, read_meta
 from mfubench.run_log import read_run_log, write_json, write_text_atomically
@@ -83,19 +82,16 @@ class Parity:
 
     # --- results ------------------------------------------------------------------------------------------------------
 
-    def curve(self, system: str, seed: int, label: str = "first") -> list[float] | None:
-        """Loss of each step; None where the run is not done or gave no curve (`why_none`)."""
+    def curve(self, system: str, seed: int, label: str) -> list[float] | str | None:
+        """Loss of each step, or why a finished run has no curve; None where the run is not done."""
         job = self.job(system, seed, label)
-        records = self.runner.done([job])
-        if records is None or records[0].status != "ok":
+        if (records := self.runner.done([job])) is None:
             return None
-        losses = [step.loss for step in read_run_log(job.folder / "run.json").steps]
-        return [loss for loss in losses if loss is not None] if None not in losses else None
-
-    def why_none(self, system: str, seed: int, label: str) -> str | None:
-        """Why a run gave no curve; None where it is not done."""
-        records = self.runner.done([self.job(system, seed, label)])
-        return f"{records[0].status}: {records[0].reason}" if records else None
+        losses = (
+            [step.loss for step in read_run_log(job.folder / "run.json").steps] if records[0].status == "ok" else []
+        )
+        known = [loss for loss in losses if loss is not None]
+        return known if known and len(known) == len(losses) else f"{records[0].status}: {records[0].reason}"
 
     def result(self) -> dict[str, Any]:
         """Curves, why others are not there, spreads of the reference, and each arm's differences from it."""
@@ -104,10 +100,11 @@ class Parity:
         lost: dict[str, str] = {}
         for run in self.plan():
             name = "{} {} {}".format(*run)
-            if (curve := self.curve(*run)) is not None:
+            curve = self.curve(*run)
+            if isinstance(curve, list):
                 curves[name] = curve
-            elif (reason := self.why_none(*run)) is not None:
-                lost[name] = reason
+            elif curve is not None:
+                lost[name] = curve
         references = {
             seed: curves[f"{REFERENCE} {seed} first"] for seed in seeds if f"{REFERENCE} {seed} first" in curves
         }
@@ -248,7 +245,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, Work]:
 def main(argv: Sequence[str] | None = None) -> int:
     """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input."""
     arguments = make_parser().parse_args(argv)
-    deadline = time.monotonic() + arguments.minutes * 60 if arguments.minutes else float("inf")
+    deadline = deadline_after(arguments.minutes)
     try:
         cases, plan, work = prepare(arguments)
         parity = Parity(work, arguments.arms, Runner(plan, cases, deadline))
@@ -257,11 +254,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    code = 0
+    out_of_time = False
     try:
         parity.everything(arguments.expected)
     except OutOfTime:
-        code = 75
+        out_of_time = True
     result = parity.result()
     arguments.results.mkdir(parents=True, exist_ok=True)
     path = arguments.results / f"loss-parity-{work.model}"
@@ -269,9 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_text_atomically(path.with_name(f"{path.name}.md"), table(result))
     figure.draw_losses(path.with_name(f"{path.name}.png"), result)
     print(f"\n{table(result)}", flush=True)
-    if code:
-        print("the time was up before all was run; the same command goes on where it ended", file=sys.stderr)
-    return code
+    return exit_code(out_of_time)
 
 
 if __name__ == "__main__":

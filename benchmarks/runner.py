@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,19 @@ LONGEST_RUN_S = 570.0
 
 class OutOfTime(Exception):
     """--minutes are over; all that was finished is kept."""
+
+
+def deadline_after(minutes: float | None) -> float:
+    """When --minutes are over, as time.monotonic() tells it; never where none are given."""
+    return time.monotonic() + minutes * 60 if minutes else float("inf")
+
+
+def exit_code(out_of_time: bool) -> int:
+    """Of a command that has run what it could: 0, or 75 and a word on how to go on."""
+    if not out_of_time:
+        return 0
+    print("the time was up before all was run; the same command goes on where it ended", file=sys.stderr)
+    return 75
 
 
 @dataclass

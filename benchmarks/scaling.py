@@ -12,7 +12,6 @@ import dataclasses
 import math
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from benchmarks.cases import CHECKOUTS, Cases, Plan, check_data, job_of, make_ru
 from benchmarks.compare import own_settings
 from benchmarks.peers.job import Job, Record
 from benchmarks.peers.mfubench_engine import run_config
-from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine
+from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine, deadline_after, exit_code
 from mfubench.analysis.statistics import student_t
 from mfubench.config import ConfigError
 from mfubench.machine import describe_cards
@@ -272,7 +271,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[Setting], 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input."""
     arguments = make_parser().parse_args(argv)
-    deadline = time.monotonic() + arguments.minutes * 60 if arguments.minutes else float("inf")
+    deadline = deadline_after(arguments.minutes)
     try:
         cases, plan, settings, arms = prepare(arguments)
         runner = Runner(plan, cases, deadline)
@@ -283,13 +282,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    code = 0
+    out_of_time = False
     found: dict[str, list[dict[str, Any]]] = {}
     for setting, scaling in zip(settings, scalings, strict=True):
         try:
             scaling.everything()
         except OutOfTime:
-            code = 75
+            out_of_time = True
         found.setdefault(setting.label, []).extend(scaling.rows())
         arguments.results.mkdir(parents=True, exist_ok=True)
         of_setting = found[setting.label]
@@ -299,9 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in dict.fromkeys(setting.model for setting in settings):
         of_model = [row for of_setting in found.values() for row in of_setting if row["model"] == model]
         figure.draw_scaling(arguments.results / f"scaling-{model}.png", of_model)
-    if code:
-        print("the time was up before all was run; the same command goes on where it ended", file=sys.stderr)
-    return code
+    return exit_code(out_of_time)
 
 
 if __name__ == "__main__":

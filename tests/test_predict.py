@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 
 import numpy as np
 import pytest
@@ -481,10 +482,17 @@ def test_states_are_eighteen_bytes_a_parameter_and_sharded():
     assert kept.masters == resharded.masters == zero1.masters
 
 
-def test_fsdp_keeps_weights_when_the_trainer_does():
-    assert FSDP_KEPT_FRACTION == pytest.importorskip("mfubench.train.fsdp").KEPT_FRACTION
+def test_fsdp_keeps_weights_when_the_trainer_does(monkeypatch):
+    assert FSDP_KEPT_FRACTION == 0.4
+    trainer, torch = pytest.importorskip("mfubench.train.fsdp"), pytest.importorskip("torch")
+    card, dtype = torch.device("cuda", 0), torch.bfloat16
     config = make_run_config(model=make_model("llama3-8b"), world_size=8, parallelism="fsdp")
     assert not fsdp_keeps_weights(config, 8_030_261_248, 79.2) and fsdp_keeps_weights(config, 8_030_261_248, 178.0)
+    for gib, kept in ((79.2, False), (178.0, True)):
+        properties = types.SimpleNamespace(total_memory=int(gib * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=properties: found)
+        assert trainer.keeps_weights(config, dtype, card) is kept
+    assert trainer.keeps_weights(config, dtype, torch.device("cpu"))
     small, large = run_on(H100, **FSDP_8B), run_on("B200", **FSDP_8B)
     lost = [one.terms_s["communication"] / one.step_time_s for one in (small, large)]
     assert lost[0] > 3 * lost[1]  # every micro-step against once

@@ -14,7 +14,7 @@ from statistics import NormalDist
 from mfubench.card_rates import Rates, tile_share
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.flops import count_parameters
-from mfubench.memory import ELEMENT_BYTES, LOSS_CHUNK_BYTES, fsdp_keeps_weights
+from mfubench.memory import ELEMENT_BYTES, LOSS_CHUNK_BYTES, fsdp_keeps_weights, fsdp_without_sum
 
 LAST_BUCKET = 0.02  # share of a reduction whose bucket fills when the backward pass ends
 BACKWARD_OVERLAP = 0.9  # share of the backward pass that can hide communication: the first bucket fills late
@@ -357,11 +357,7 @@ def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:
     """
     captured = config.compile != "none" and config.compile_mode == "reduce-overhead"
     sharded = config.parallelism == "fsdp"
-    no_sum = sharded and (
-        config.gradient_accumulation_steps == 1
-        or config.communication.reduce_dtype != "float32"
-        or not fsdp_keeps_weights(config, count_parameters(config.model).total, capacity_gib)
-    )
+    no_sum = sharded and fsdp_without_sum(config, count_parameters(config.model).total, capacity_gib) is not None
     best = {
         **dict.fromkeys(lacking(config.model), "plain"),
         **({} if config.model.position == "rope" or not writes_one_gradient(config) else {"rope": "fused"}),

@@ -15,6 +15,7 @@ over the groups, on the last micro-step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -26,12 +27,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mfubench.config import CommunicationConfig, RunConfig
 from mfubench.flops import count_parameters
+from mfubench.memory import GIB, fsdp_keeps_weights, fsdp_without_sum
 from mfubench.model import Decoder
 from mfubench.model.weight_gradient import Linear, MainGradient
 from mfubench.train.parallel import Fragment, Piece
 from mfubench.train.process import Process
-
-KEPT_FRACTION = 0.4  # of the device's memory that whole weights and gradients may take; the rest is for activations
 
 
 class FsdpEngine:
@@ -46,14 +46,17 @@ class FsdpEngine:
         dtype: torch.dtype,
         process: Process,
         gradient_accumulation_steps: int,
+        keeps_weights: bool,
         communication: CommunicationConfig | None = None,
     ):
-        """`model` is on the meta device, in float32; it is sharded, allocated and initialised here."""
+        """`model` is on the meta device, in float32; it is sharded, allocated and initialised here.
+
+        keeps_weights: whole, within a step (the function of that name).
+        """
         self.divisor = float(gradient_accumulation_steps)  # fully_shard itself averages over the ranks
         self.device = process.device
         communication = communication or CommunicationConfig()
-        total = sum(p.numel() for p in model.parameters())
-        self.keeps_weights = keeps_weights(communication, total, dtype, process.device)
+        self.keeps_weights = keeps_weights
         ranks = communication.shard_ranks or process.world_size
         self.copies = process.world_size // ranks  # of each shard, over all ranks
         kept = "kept within a step" if self.keeps_weights else "resharded after each use"
@@ -199,27 +202,25 @@ def prefetch(blocks: list[Any], ahead: int) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(0, index - ahead) : index][::-1])
 
 
-def keeps_weights(
-    communication: CommunicationConfig, parameters: int, dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Whether whole weights and float32 gradients stay on each rank within a step: as asked for, or where they fit."""
-    if communication.reshard_after_forward != "auto":
-        return communication.reshard_after_forward == "never"
-    if device.type != "cuda":
-        return True
-    total = torch.cuda.get_device_properties(device).total_memory
-    return parameters * (dtype.itemsize + 4) <= KEPT_FRACTION * total
+def keeps_weights(config: RunConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether whole weights and float32 gradients stay on each rank within a step of a run that computes in `dtype`."""
+    parameters = count_parameters(config.model).total
+    return bool(fsdp_keeps_weights(computing_in(config, dtype), parameters, capacity_gib(device)))
 
 
 def no_whole_gradients(config: RunConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why matmuls have no whole float32 gradient to add to under fsdp, or None where they have."""
-    if config.gradient_accumulation_steps == 1:
-        return "with one micro-step fsdp has no gradients to add up"
-    if config.communication.reduce_dtype != "float32":
-        return f"fsdp adds up gradients in communication.reduce_dtype, {config.communication.reduce_dtype}"
-    if not keeps_weights(config.communication, count_parameters(config.model).total, dtype, device):
-        return "fsdp reduces gradients in each micro-step where it keeps no whole weights"
-    return None
+    """Why matmuls of a run that computes in `dtype` have no whole gradient to add to, or None where they have."""
+    parameters = count_parameters(config.model).total
+    return fsdp_without_sum(computing_in(config, dtype), parameters, capacity_gib(device))
+
+
+def computing_in(config: RunConfig, dtype: torch.dtype) -> RunConfig:
+    return config.model_copy(update={"dtype": str(dtype).removeprefix("torch.")})
+
+
+def capacity_gib(device: torch.device) -> float:
+    """Memory of a card; a CPU has enough for what is sharded on it."""
+    return torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else math.inf
 
 
 def forget_gradient(ticket: Tensor) -> None:

@@ -19,7 +19,7 @@ from mfubench.flops import flop_terms
 from mfubench.model import Decoder, build_model
 from mfubench.run_log import Dataset, Parameters, RunFlopTerms
 from mfubench.train.choices import Resolved
-from mfubench.train.fsdp import FsdpEngine
+from mfubench.train.fsdp import FsdpEngine, keeps_weights
 from mfubench.train.modules import (
     accumulate_weight_gradients,
     checkpoint_activations,
@@ -92,6 +92,7 @@ def build_engine(config: RunConfig, resolved: Resolved, process: Process) -> tup
             dtype=resolved.dtype,
             process=process,
             gradient_accumulation_steps=accumulation,
+            keeps_weights=keeps_weights(config, resolved.dtype, process.device),
             communication=config.communication,
         )
         resolved.used["parallelism"].reason = engine.description
