@@ -6,6 +6,8 @@ import contextlib
 import os
 import sys
 import types
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from mfubench.model import attention, build_model, resolve_attention
 from mfubench.model.attention import FALLBACKS, LOADERS, Shape, attention_backends, tracing_obstacle, try_backend
-from mfubench.model.attention_kernels import eager, fa4_attention, load_fa4, sdpa
+from mfubench.model.attention_kernels import FLASH, PACKED, eager, load_fa3, load_fa4, sdpa
 from mfubench.model.kernels import kernels_match, profile_kernels
 
 HEADS = {"mha": (4, 4), "gqa-2": (4, 2), "gqa-3": (6, 2), "mqa": (3, 1)}
@@ -108,10 +110,6 @@ class FakePackages:
         return eager(q, k, v)
 
     @staticmethod
-    def flash_attn_func_with_lse(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, None]:
-        return FakePackages.flash_attn_func(q, k, v, causal=causal), None
-
-    @staticmethod
     def _flash_attn_fwd(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, return_lse: bool) -> tuple[Any, ...]:
         assert causal and return_lse
         B, T, H, _ = q.shape
@@ -133,12 +131,33 @@ class FakePackages:
         gradients["dk"].copy_(torch.einsum("bgrts,btgrd->bsgd", ds, q_))
         gradients["dv"].copy_(torch.einsum("bgrts,btgrd->bsgd", p, dout_))
 
+    @staticmethod
+    def fwd(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, num_splits: int) -> tuple[Tensor, ...]:
+        assert num_splits == 1
+        out, log_sum_exp, *_ = FakePackages._flash_attn_fwd(q, k, v, causal=is_causal, return_lse=True)
+        return out, log_sum_exp, q.new_empty(0), q.new_empty(0)
+
+    @staticmethod
+    def bwd(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        *,
+        is_causal: bool,
+        **gradients: Tensor,
+    ) -> None:
+        FakePackages._flash_attn_bwd(q, k, v, out, dout, softmax_lse, causal=is_causal, **gradients)
+
 
 @pytest.fixture
 def fake_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.flash_attn_3, "fwd", FakePackages.fwd, raising=False)
+    monkeypatch.setattr(torch.ops.flash_attn_3, "bwd", FakePackages.bwd, raising=False)
     for name, contents in {
         "flash_attn": {"flash_attn_func": FakePackages.flash_attn_func},
-        "flash_attn_interface": {"flash_attn_func": FakePackages.flash_attn_func_with_lse},
         "flash_attn.cute": {},
         "flash_attn.cute.interface": {
             "_flash_attn_fwd": FakePackages._flash_attn_fwd,
@@ -172,12 +191,67 @@ def test_fa4_keeps_its_compiled_kernels_where_compiled_kernels_are_kept(monkeypa
     assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(tmp_path / "flash-attention-4")
 
 
+@pytest.mark.parametrize("backend", FLASH)
 @pytest.mark.usefixtures("fake_packages")
-def test_fa4_is_a_sound_operator() -> None:
-    q, k, v, _ = Shape(1, 5, 4, 2, 8, torch.float32, torch.device("cpu")).inputs()
-    torch.library.opcheck(
-        fa4_attention, (q, k, v), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
-    )
+def test_flash_kernels_are_sound_operators(backend: str) -> None:
+    q, k, v, grad = Shape(1, 5, 4, 2, 8, torch.float32, torch.device("cpu")).inputs()
+    sound = ("test_schema", "test_autograd_registration", "test_faketensor")
+    forward, packed_backward = PACKED[backend]
+    torch.library.opcheck(forward, (q, k, v), test_utils=sound)
+    out, log_sum_exp = (x.detach() for x in forward(q, k, v))
+    qkv = torch.cat([x.detach() for x in (q, k, v)], dim=2).flatten(2)
+    torch.library.opcheck(packed_backward, (grad, qkv, out, log_sum_exp, 4, 2), test_utils=sound)
+
+
+@pytest.mark.parametrize("backend", FLASH)
+@pytest.mark.usefixtures("fake_packages")
+def test_packed_gradient_is_the_three_side_by_side(backend: str) -> None:
+    q, k, v, grad = Shape(2, 9, 6, 2, 8, torch.float32, torch.device("cpu")).inputs()
+    LOADERS[backend]()
+    out = FLASH[backend].attention(q, k, v)
+    expected = torch.cat(torch.autograd.grad(out, (q, k, v), grad), dim=2).flatten(2)
+    qkv = torch.cat([x.detach() for x in (q, k, v)], dim=2).flatten(2)
+    forward, backward = PACKED[backend]
+    found = backward(grad, qkv, *(x.detach() for x in forward(q, k, v)), 6, 2)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.fixture
+def own_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder that is searched first, with nothing of the packages of FlashAttention-3 anywhere else."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    for name in ("flash_attn_3", "xformers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def test_fa3_of_its_own_package_comes_first(own_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing its library is what registers the operators."""
+    (own_path / "flash_attn_3").mkdir()
+    (own_path / "flash_attn_3/__init__.py").touch()
+    (own_path / "flash_attn_3/_C.py").write_text("raise OSError('undefined symbol: of another torch')\n")
+    (own_path / "xformers/flash_attn_3").mkdir(parents=True)
+    (own_path / "xformers/flash_attn_3/_C.so").touch()
+    with pytest.raises(OSError, match="of another torch"):
+        load_fa3()
+    assert "xformers" not in sys.modules
+
+
+def test_fa3_of_xformers_is_its_library_alone(own_path: Path) -> None:
+    (own_path / "xformers/flash_attn_3").mkdir(parents=True)
+    (own_path / "xformers/__init__.py").write_text("raise RuntimeError('built for another torch')\n")
+    with pytest.raises(ImportError, match=r"no flash_attn_3/_C\.so in xformers"):
+        load_fa3()
+    library = own_path / "xformers/flash_attn_3/_C.abi3.so"
+    library.write_bytes(b"no library")
+    with pytest.raises(OSError, match=r"flash_attn_3/_C\.abi3\.so"):
+        load_fa3()
+
+
+def test_a_machine_without_fa3_is_told_which_packages_have_it(own_path: Path) -> None:
+    reason = try_backend("fa3", Shape(1, 64, 2, 2, 64, torch.bfloat16, torch.device("cuda")))[1]
+    assert reason is not None and reason.startswith("FlashAttention-3 (flash_attn_3, or xformers up to 0.0.34")
+    assert "no module named flash_attn_3, and no flash_attn_3/_C.so in xformers" in reason
 
 
 @pytest.mark.parametrize("requested", FALLBACKS)

@@ -27,7 +27,11 @@ LOADERS: dict[str, Callable[[], AttentionFunction]] = {
     "sdpa": lambda: sdpa,
     "eager": lambda: eager,
 }
-PACKAGES = {"fa4": "flash-attn-4", "fa3": "FlashAttention-3 (flash_attn_interface)", "fa2": "flash-attn"}
+PACKAGES = {
+    "fa4": "flash-attn-4",
+    "fa3": "FlashAttention-3 (flash_attn_3, or xformers up to 0.0.34 with nvidia-cuda-runtime-cu12)",
+    "fa2": "flash-attn",
+}
 
 # What is tried next where a backend does not work. Nothing falls to cudnn or fa4: both are asked for by name (or auto).
 FALLBACKS = {
@@ -145,8 +149,8 @@ def try_backend(name: str, shape: Shape) -> tuple[AttentionFunction | None, str 
         return None, f"does not run on this device ({describe(error)})"
     if not error_found <= TOLERANCES[shape.dtype]:
         return None, f"gives wrong results here (relative error {error_found:.2g})"
-    # torch's kernels and fa4's operators are traceable by construction
-    if name in ("fa2", "fa3") and (obstacle := tracing_obstacle(function, small)) is not None:
+    # torch's kernels and the operators of fa3 and fa4 are traceable by construction
+    if name == "fa2" and (obstacle := tracing_obstacle(function, small)) is not None:
         return torch.compiler.disable(function), f"torch.compile breaks its graph around it ({obstacle})"
     if name == "sdpa" and shape.device.type == "cuda" and shape.dtype == torch.float32:
         return function, "flash has no float32: torch's memory-efficient kernel"

@@ -9,8 +9,12 @@ The operator is part of the graph and of its cache key. `attention.py` chooses a
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -85,76 +89,70 @@ def load_fa2() -> AttentionFunction:
     return fa2
 
 
-def load_fa3() -> AttentionFunction:
-    """FlashAttention-3 (the `hopper` folder of flash-attention, built from source)."""
-    from flash_attn_interface import flash_attn_func
+class FlashKernels(NamedTuple):
+    """Kernels that torch.compile cannot trace, launched from Python or from another library, as operators that it
+    takes as they are."""
 
-    def fa3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attn_func(q, k, v, causal=True)
-        return out[0] if isinstance(out, tuple) else out  # older releases return (out, log-sum-exp)
-
-    return fa3
+    attention: AttentionFunction
+    packed: PackedKernels
 
 
-def load_fa4() -> AttentionFunction:
-    """FlashAttention-4 of the flash-attn-4 package: kernels written in CuTe DSL and compiled at the first call."""
-    # for seconds, each process anew, unless the package is told to keep what it has compiled
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_root() / "flash-attention-4"))
-    import flash_attn.cute.interface  # noqa: F401 (the operators below use it)
+def flash_operators(
+    name: str,
+    forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+    backward: Callable[..., None],
+) -> FlashKernels:
+    """The operators mfubench::`name`_attention, _attention_backward and _packed_backward.
 
-    return fa4
+    forward: q, k, v -> out [B, T, H, D] and the log-sum-exp of the scores [B, H, T], float32, which the backward pass
+    needs. backward: grad, q, k, v, out, log-sum-exp, dq, dk, dv; writes the last three, which may be views.
+    """
 
+    @torch.library.custom_op(f"mfubench::{name}_attention", mutates_args=())
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return forward(q, k, v)
 
-# The package launches its kernels from Python, which torch.compile cannot trace: here they become two operators, which
-# it takes as they are.
+    @attention.register_fake
+    def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        B, T, H, _ = q.shape
+        return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
 
+    @torch.library.custom_op(f"mfubench::{name}_attention_backward", mutates_args=())
+    def attention_backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        backward(grad, q, k, v, out, log_sum_exp, dq, dk, dv)
+        return dq, dk, dv
 
-def fa4(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return fa4_attention(q, k, v)[0]
+    @attention_backward.register_fake
+    def _(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
+    @torch.library.custom_op(f"mfubench::{name}_packed_backward", mutates_args=())
+    def packed_backward(
+        grad: Tensor, qkv: Tensor, out: Tensor, log_sum_exp: Tensor, query_heads: int, key_heads: int
+    ) -> Tensor:
+        """Gradient of qkv [B, T, (H + 2 KV) D]; grad and out [B, T, H, D]."""
+        grad_qkv = torch.empty_like(qkv)
+        inputs, gradients = (split_packed(x, query_heads, key_heads) for x in (qkv, grad_qkv))
+        backward(grad, *inputs, out, log_sum_exp, *gradients)
+        return grad_qkv
 
-@torch.library.custom_op("mfubench::fa4_attention", mutates_args=())
-def fa4_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [B, T, H, D] and the log-sum-exp of the scores [B, H, T], float32, which the backward pass needs."""
-    from flash_attn.cute.interface import _flash_attn_fwd
+    @packed_backward.register_fake
+    def _(grad: Tensor, qkv: Tensor, out: Tensor, log_sum_exp: Tensor, query_heads: int, key_heads: int) -> Tensor:
+        return qkv.new_empty(qkv.shape)
 
-    out, log_sum_exp, *_ = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)
-    return out, log_sum_exp
+    def save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs, *output)
 
+    def differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        return attention_backward(grad, *ctx.saved_tensors)
 
-@torch.library.custom_op("mfubench::fa4_attention_backward", mutates_args=())
-def fa4_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, contiguous."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    _flash_attn_bwd(q, k, v, out, grad, log_sum_exp, causal=True, dq=dq, dk=dk, dv=dv)
-    return dq, dk, dv
-
-
-@fa4_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    B, T, H, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
-
-
-@fa4_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def save_for_fa4_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-def differentiate_fa4(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return fa4_attention_backward(grad, *ctx.saved_tensors)
-
-
-fa4_attention.register_autograd(differentiate_fa4, setup_context=save_for_fa4_backward)
+    attention.register_autograd(differentiate, setup_context=save)
+    return FlashKernels(lambda q, k, v: attention(q, k, v)[0], PackedKernels(attention, packed_backward))
 
 
 def split_packed(qkv: Tensor, query_heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,23 +163,100 @@ def split_packed(qkv: Tensor, query_heads: int, key_heads: int) -> tuple[Tensor,
     return query, key, value
 
 
-@torch.library.custom_op("mfubench::fa4_packed_backward", mutates_args=())
-def fa4_packed_backward(
-    grad: Tensor, qkv: Tensor, out: Tensor, log_sum_exp: Tensor, query_heads: int, key_heads: int
-) -> Tensor:
-    """Gradient of qkv [B, T, (H + 2 KV) D]; grad and out [B, T, H, D]."""
+def fa3_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    # one split: a long sequence is not cut into parts that a second kernel would have to join
+    out, log_sum_exp, *_ = torch.ops.flash_attn_3.fwd(q, k, v, is_causal=True, num_splits=1)
+    return out, log_sum_exp
+
+
+def fa3_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    torch.ops.flash_attn_3.bwd(grad, q, k, v, out, log_sum_exp, dq=dq, dk=dk, dv=dv, is_causal=True)
+
+
+def fa4_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, log_sum_exp, *_ = _flash_attn_fwd(q, k, v, causal=True, return_lse=True)
+    return out, log_sum_exp
+
+
+def fa4_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    grad_qkv = torch.empty_like(qkv)
-    q, k, v = split_packed(qkv, query_heads, key_heads)
-    dq, dk, dv = split_packed(grad_qkv, query_heads, key_heads)
     _flash_attn_bwd(q, k, v, out, grad, log_sum_exp, causal=True, dq=dq, dk=dk, dv=dv)
-    return grad_qkv
 
 
-@fa4_packed_backward.register_fake
-def _(grad: Tensor, qkv: Tensor, out: Tensor, log_sum_exp: Tensor, query_heads: int, key_heads: int) -> Tensor:
-    return qkv.new_empty(qkv.shape)
+FLASH = {
+    "fa3": flash_operators("fa3", fa3_forward, fa3_backward),
+    "fa4": flash_operators("fa4", fa4_forward, fa4_backward),
+}
+PACKED: dict[str, PackedKernels] = {name: kernels.packed for name, kernels in FLASH.items()}  # by backend
 
 
-PACKED: dict[str, PackedKernels] = {"fa4": PackedKernels(fa4_attention, fa4_packed_backward)}  # by backend
+def load_fa3() -> AttentionFunction:
+    """FlashAttention-3, as the operators torch.ops.flash_attn_3 that a package's library registers.
+
+    Of flash_attn_3, which is built from the `hopper` folder of flash-attention, or else of xformers' wheels up to
+    0.0.34. Raises ImportError without either, OSError where the library does not load.
+    """
+    if not hasattr(torch.ops.flash_attn_3, "bwd"):
+        if find_spec("flash_attn_3") is not None:
+            import_module("flash_attn_3._C")
+        else:
+            load_library_of_xformers()
+    return FLASH["fa3"].attention
+
+
+def load_library_of_xformers() -> None:
+    """FlashAttention-3 without xformers around it, whose other libraries want the torch that they were built with.
+
+    This one keeps to torch's stable interface (2.10 and newer), and wants the runtime of CUDA 12 beside whichever torch
+    has brought; both talk to the same driver.
+    """
+    folders = package_folders("xformers")
+    library = next((path for folder in folders for path in (folder / "flash_attn_3").glob("_C*.so")), None)
+    if library is None:
+        raise ImportError("no module named flash_attn_3, and no flash_attn_3/_C.so in xformers")
+    for folder in package_folders("nvidia.cuda_runtime"):
+        if (runtime := folder / "lib/libcudart.so.12").exists():
+            ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(library)
+
+
+def package_folders(name: str) -> list[Path]:
+    """Where a package lies, without importing it; empty where there is none."""
+    try:
+        spec = find_spec(name)
+    except ImportError:  # of the package around it
+        return []
+    return [Path(folder) for folder in (spec.submodule_search_locations or [] if spec else [])]
+
+
+def load_fa4() -> AttentionFunction:
+    """FlashAttention-4 of the flash-attn-4 package: kernels written in CuTe DSL and compiled at the first call."""
+    # for seconds, each process anew, unless the package is told to keep what it has compiled
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_root() / "flash-attention-4"))
+    import flash_attn.cute.interface  # noqa: F401 (the operators use it)
+
+    return FLASH["fa4"].attention
