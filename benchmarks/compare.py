@@ -1,7 +1,7 @@
 """mfubench against other systems on one card: `benchmarks/run.sh`, which is `python -m benchmarks.compare`.
 
-For each case each system is first tried shortly (which fills its compile cache and finds its best micro-batch), then
-all are repeated in turn, A B C A B C …, every run a process of its own. Finished runs are kept as files: what was
+Where a case names several micro-batches for a system, each is first tried shortly and the fastest taken. Then all
+systems are repeated in turn, A B C A B C …, every run a process of its own. Finished runs are kept as files: what was
 broken off, by --minutes or otherwise, goes on where it ended. Results are written anew after each run.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks import figure, rows
 from benchmarks.cases import CHECKOUTS, FILE, Cases, Plan, check_data, make_job, read_cases
-from benchmarks.peers.job import Job, Record, read_record
+from benchmarks.peers.job import Job, Record
 from benchmarks.peers.mfubench_engine import run_config
 from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine, deadline_after, exit_code
 from mfubench.config import ConfigError
@@ -34,6 +34,7 @@ class Bench:
         self.name, self.systems, self.runner, self.repeats = name, systems, runner, repeats
         self.cases, self.plan = runner.cases, runner.plan
         self.tried: dict[str, dict[int, Record]] = {system: {} for system in systems}
+        self.repeated: dict[str, list[Record]] = {system: [] for system in systems}
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
@@ -42,22 +43,22 @@ class Bench:
 
     def repeat(self, system: str, size: int, number: int) -> Job:
         job = make_job(self.plan, self.cases, self.name, system, size, f"mb{size}-repeat-{number}", trial=False)
-        times = self.tried[system][size].step_times_s
+        times = known.step_times_s if (known := self.known(system, size)) else []
         return dataclasses.replace(job, step_time_s=statistics.median(times)) if times else job
-
-    def record_of(self, job: Job) -> Record | None:
-        return read_record(Path(job.output), job)
 
     def run(self, job: Job, expected_s: float) -> Record:
         return self.runner.run([job], f"{self.name}: {job.system}, {job.folder.name}", expected_s, [[0]])[0]
 
+    def candidates(self, system: str) -> tuple[int, ...]:
+        return self.cases.cases[self.name].candidates(system)
+
     def try_sizes(self, system: str) -> None:
         """Run each candidate micro-batch shortly; after an out-of-memory none that is larger."""
         limit = sys.maxsize
-        for size in self.cases.cases[self.name].candidates(system):
+        for size in self.candidates(system):
             if size >= limit:
                 continue
-            record = self.run(self.trial(system, size), FIRST_RUN_S if self.plan.device != "cpu" else 5.0)
+            record = self.run(self.trial(system, size), self.first_run_s)
             self.tried[system][size] = record
             if record.status == "oom":
                 limit = min(limit, size)
@@ -65,38 +66,52 @@ class Bench:
                 break  # missing or broken: with any batch
             self.write()
 
+    @property
+    def first_run_s(self) -> float:
+        return FIRST_RUN_S if self.plan.device != "cpu" else 5.0
+
     def best_size(self, system: str) -> int | None:
+        """The fastest of those tried, or the one candidate that needs no trial; None where none ran."""
+        if len(candidates := self.candidates(system)) == 1:
+            return candidates[0]
         rates = {size: record.rate for size, record in self.tried[system].items() if record.rate}
         return max(rates, key=lambda size: rates[size] or 0.0) if rates else None
 
+    def known(self, system: str, size: int) -> Record | None:
+        """A run of the same work that is done: the trial, or the last repeat."""
+        return self.repeated[system][-1] if self.repeated[system] else self.tried[system].get(size)
+
     def everything(self) -> None:
         for system in self.systems:
-            self.try_sizes(system)
+            if len(self.candidates(system)) > 1:
+                self.try_sizes(system)
         self.write()
         for number in range(self.repeats):
             for system in self.systems:
-                if (size := self.best_size(system)) is not None:
-                    known = self.tried[system][size].wall_s + self.plan.preheat_s + self.plan.measure_s
-                    self.run(self.repeat(system, size, number), known * RERUN_MARGIN)
-                    self.write()
+                if (size := self.best_size(system)) is None:
+                    continue
+                known = self.known(system, size)
+                if known is not None and known.status != "ok":
+                    continue  # it would fail again
+                longer_s = 0.0 if self.repeated[system] else self.plan.preheat_s + self.plan.measure_s
+                expected_s = (known.wall_s + longer_s) * RERUN_MARGIN if known else self.first_run_s
+                self.repeated[system].append(self.run(self.repeat(system, size, number), expected_s))
+                self.write()
 
     # --- results ------------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[dict]:
         found = []
         for system in self.systems:
-            tried = self.tried[system]
-            if not tried:
+            tried, repeated = self.tried[system], self.repeated[system]
+            if not tried and not repeated:
                 continue  # its turn has not come
             words = {str(size): f"{r.rate:,.0f} tokens/s/GPU" if r.rate else r.status for size, r in tried.items()}
             if (size := self.best_size(system)) is None:
                 size = next(iter(tried))
                 found.append(rows.row_of(self.trial(system, size), [tried[size]], words))
-                continue
-            jobs = [self.repeat(system, size, number) for number in range(self.repeats)]
-            records = [record for job in jobs if (record := self.record_of(job)) is not None]
-            if records:
-                found.append(rows.row_of(jobs[0], records, words))
+            elif repeated:
+                found.append(rows.row_of(self.repeat(system, size, 0), repeated, words))
         return found
 
     def write(self) -> None:

@@ -64,7 +64,7 @@ class Parity:
         run = make_run(work.model, work.seq_len, work.micro_batch_size, work.accumulation, plan.device, **more)
         folder = plan.work / "loss-parity" / work.model / f"{system}-seed{seed}-{label}"
         job = job_of(plan, self.runner.cases, system, run, folder)
-        return dataclasses.replace(job, preheat_s=0.0, warmup_steps=0, min_steps=work.steps - 1)
+        return dataclasses.replace(job, preheat_s=0.0, measure_s=0.0, warmup_steps=0, min_steps=work.steps - 1)
 
     def plan(self) -> list[tuple[str, int, str]]:
         """(system, seed, label) of every run, in the order in which they are made."""

@@ -20,12 +20,13 @@ from mfubench.experiments import merge, nest
 from mfubench.run_log import RunLog, read_run_log
 from mfubench.train.launch import main as launch
 
+USUAL_STEP_S = 1.0  # of the production cases, where no earlier run tells
 STATUS: dict[str, Status] = {"ok": "ok", "oom": "oom", "skipped": "missing"}
 
 
 def run_config(job: Job) -> RunConfig:
     """The job's run with the settings in it, as long as the job wants to measure."""
-    steps = max(job.min_steps, math.ceil(job.measure_s / job.step_time_s) if job.step_time_s else 0)
+    steps = max(job.min_steps, math.ceil(job.measure_s / (job.step_time_s or USUAL_STEP_S)))
     base = job.run.model_dump(mode="json", exclude={"global_batch_size"})
     measurement = {"preheat_s": job.preheat_s, "warmup_steps": job.warmup_steps}
     schedule = {"max_iters": 1 + job.warmup_steps + steps, "measurement": base["measurement"] | measurement}

@@ -170,6 +170,18 @@ def test_repeats_take_turns_with_the_best_micro_batch_and_go_on_where_they_ended
     assert (tmp_path / "results" / "peers-llama3-1.5b.png").stat().st_size > 1000
 
 
+def test_one_micro_batch_needs_no_trial_and_what_failed_is_not_repeated(tmp_path):
+    known = {("mfubench", 8): record_at(3000.0), ("torchtitan", 8): Record("missing", reason="not installed")}
+    runner = FakeRunner(make_plan(tmp_path), known)
+    bench = Bench("llama2-1.36b", ["mfubench", "torchtitan"], runner, 2)
+    bench.everything()
+    assert runner.ran == ["mfubench mb8-repeat-0", "torchtitan mb8-repeat-0", "mfubench mb8-repeat-1"]
+    ours, theirs = bench.rows()
+    assert ours["tokens_per_s_per_gpu"]["repeats"] == 2 and "micro_batch_sizes_tried" not in ours
+    assert (theirs["status"], theirs["reason"]) == ("missing", "not installed")
+    assert bench.repeat("mfubench", 8, 1).step_time_s == pytest.approx(128 / 3000)  # of the first, for as many seconds
+
+
 def test_a_job_that_changed_is_run_again(tmp_path):
     cases = read_cases()
     job = make_job(make_plan(tmp_path), cases, "tiny", "transformers", 2, "trial", trial=True)
