@@ -15,6 +15,7 @@ from triton_devices import CUDA, DEVICES, INTERPRETED, needs_cuda, run_interpret
 from mfubench.config import KernelsConfig, ModelConfig
 from mfubench.model import build_model
 from mfubench.model.attention import resolve_attention
+from mfubench.model.attention import attention_backends
 from mfubench.model.attention_kernels import PACKED, PackedKernels, eager, repeat_heads, split_packed
 from mfubench.model.components import rope_tables
 from mfubench.model.loss import chunked_loss, full_fused_loss, full_loss
@@ -342,10 +343,12 @@ def test_a_whole_model_without_rope_joined(device: str, backend: str | None, che
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.parametrize("backend", PACKED)
 @pytest.mark.parametrize("name", ["llama2-1.36b", "llama3-1.5b", "gpt2-1.36b"])
-def test_split_and_fa4_as_one_are_chosen_and_compile(name: str) -> None:
-    pytest.importorskip("flash_attn.cute.interface", reason="needs flash-attn-4")
-    config = run_config(production_model(name), dtype="bfloat16", seq_len=256, attention="fa4")
+def test_split_and_attention_as_one_are_chosen_and_compile(name: str, backend: str) -> None:
+    if (reason := attention_backends("cuda")[backend]) is not None:
+        pytest.skip(reason)
+    config = run_config(production_model(name), dtype="bfloat16", seq_len=256, attention=backend)
     torch.manual_seed(0)
     results = []
     for joins in (True, False):
@@ -353,7 +356,7 @@ def test_split_and_fa4_as_one_are_chosen_and_compile(name: str) -> None:
             KernelsConfig(rope="fused"), model=config.model, device="cuda", dtype=torch.bfloat16
         )
         attention, choice = resolve_attention(
-            "fa4",
+            backend,
             device=torch.device("cuda"),
             dtype=torch.bfloat16,
             num_attention_heads=config.model.num_attention_heads,
@@ -362,12 +365,12 @@ def test_split_and_fa4_as_one_are_chosen_and_compile(name: str) -> None:
             seq_len=256,
             batch_size=2,
         )
-        assert choice.used == "fa4"
+        assert choice.used == backend
         if joins:
             operations, joint = join_split_and_attention(
                 operations,
                 choices["rope"],
-                "fa4",
+                backend,
                 attention,
                 model=config.model,
                 device=torch.device("cuda"),
