@@ -14,8 +14,7 @@ from triton_devices import CUDA, DEVICES, INTERPRETED, needs_cuda, run_interpret
 
 from mfubench.config import KernelsConfig, ModelConfig
 from mfubench.model import build_model
-from mfubench.model.attention import resolve_attention
-from mfubench.model.attention import attention_backends
+from mfubench.model.attention import attention_backends, resolve_attention
 from mfubench.model.attention_kernels import PACKED, PackedKernels, eager, repeat_heads, split_packed
 from mfubench.model.components import rope_tables
 from mfubench.model.loss import chunked_loss, full_fused_loss, full_loss
