@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from mfubench import measured_runs, prediction_pages
 from mfubench import predict as prediction_module
-from mfubench.calibration import calibrate, shipped_calibration, uncalibrated
+from mfubench.calibration import calibrate, fit_memory, shipped_calibration, uncalibrated
 from mfubench.card_rates import TILES, card_rates, datasheet_rates, tile_share
 from mfubench.ceilings.schema import AttentionRate, Ceilings, CollectiveRate, CopyRate, MatmulRate
 from mfubench.cli import app
@@ -378,6 +378,22 @@ def test_memory_is_calibrated_on_peaks():
     assert fit.error_fraction == 0.02 and "24 runs" in fit.source
 
 
+def test_limits_are_of_tensors_where_they_are_known():
+    """Fragments count towards what is reserved; before it fails, the allocator gives them back."""
+    peaks = observe_memory(study())
+    reserved_alone = [dataclasses.replace(one, peak_allocated_gib=None) for one in peaks]
+    counted = [estimate_memory(one.config, one.capacity_gib).allocated_gib for one in peaks]
+    tensors = [
+        dataclasses.replace(one, peak_allocated_gib=size + 0.3) for one, size in zip(peaks, counted, strict=True)
+    ]
+    by_tensors, by_reserved = fit_memory(tensors), fit_memory(reserved_alone)
+    assert by_tensors.activation_factor == by_reserved.activation_factor == by_reserved.tensor_activation_factor
+    assert by_tensors.tensor_activation_factor == pytest.approx(1.0, abs=0.01)
+    assert by_tensors.workspace_gib == pytest.approx(0.3, abs=0.1)
+    config = make_run_config()
+    assert largest_micro_batch(config, 79.2, by_tensors) > largest_micro_batch(config, 79.2, by_reserved)
+
+
 def test_reading_runs(tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
         read_runs([tmp_path / "nowhere"])
@@ -406,8 +422,8 @@ def write_search(path, capacity_gib: float) -> MemorySearch:
     """What a memory search leaves, on a card whose activations need a fifth more than counted."""
     run = make_run_config(name="memory/limit", loss="auto")
     search = MemorySearch(run=run, candidates=(2, 4, 8))
-    fit = MemoryFit(activation_factor=1.2, reserve_gib=2.5)
     full = run.model_copy(update={"loss": "full"})
+    fit = MemoryFit(1.2, 2.5, tensor_activation_factor=1.2, workspace_gib=2.5)
     trials = []
     for size in (2, 4, 8):
         expected = estimate(full.model_copy(update={"micro_batch_size": size}), fit=fit)
@@ -535,7 +551,8 @@ def test_largest_micro_batch_is_the_last_that_fits(capacity, preset):
     config = make_run_config(model=make_model(preset))
 
     def total(size: int) -> float:
-        return estimate(config.model_copy(update={"micro_batch_size": size})).total_gib
+        tried = config.model_copy(update={"micro_batch_size": size})
+        return estimate(tried, fit=MemoryFit().at_the_limit).total_gib
 
     largest = largest_micro_batch(config, capacity)
     assert largest == 0 or total(largest) <= capacity

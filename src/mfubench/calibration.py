@@ -188,28 +188,40 @@ def left_out_error(groups: Sequence[Sequence[Observation]]) -> float | None:
 
 
 def fit_memory(peaks: Sequence[MemoryObservation]) -> MemoryFit:
-    """Activation factor and reserve from measured peaks: two unknowns with priors, as for the factors of time.
-
-    measured reserved = states + logits + factor x activations + reserve; priors 1 +- 0.15 and 1.5 +- 1 GiB, relative
-    residuals of 2 %.
-    """
+    """Activation factor and reserve from measured peaks: of what was reserved and, where recorded, of tensors."""
     start = MemoryFit()
     if not peaks:
         return start
+    factor, reserve, residuals = fit_peaks(peaks, [one.peak_reserved_gib for one in peaks], start.reserve_gib)
+    tensor_factor, workspace = factor, reserve
+    if tensors := [one for one in peaks if one.peak_allocated_gib is not None]:
+        allocated = [one.peak_allocated_gib or 0.0 for one in tensors]
+        tensor_factor, workspace, _ = fit_peaks(tensors, allocated, start.workspace_gib)
+    return MemoryFit(
+        activation_factor=factor,
+        reserve_gib=reserve,
+        context_gib=start.context_gib,
+        error_fraction=max(0.02, HALF_WIDTH * float(np.sqrt(np.mean(np.square(residuals))))),
+        source=f"calibrated on the peaks of {len(peaks)} runs and trials",
+        tensor_activation_factor=tensor_factor,
+        workspace_gib=workspace,
+    )
+
+
+def fit_peaks(
+    peaks: Sequence[MemoryObservation], measured_gib: Sequence[float], rest_gib: float
+) -> tuple[float, float, np.ndarray]:
+    """(factor, rest, relative residuals): measured = states + logits + factor x activations + rest.
+
+    Two unknowns with priors, as for the factors of time: 1 +- 0.15 and `rest_gib` +- 1 GiB, residuals of 2 %.
+    """
     estimates = [estimate_memory(one.config, one.capacity_gib) for one in peaks]
-    measured = np.array([one.peak_reserved_gib for one in peaks])
+    measured = np.array(measured_gib)
     activations = np.array([estimate.activations for estimate in estimates])
     target = measured - np.array([estimate.allocated_gib - estimate.activations for estimate in estimates])
     scale = 0.02 * measured
     design = np.stack([activations / scale, 1 / scale], axis=1)
-    means, deviations = np.array([start.activation_factor, start.reserve_gib]), np.array([0.15, 1.0])
+    means, deviations = np.array([1.0, rest_gib]), np.array([0.15, 1.0])
     precision = design.T @ design + np.diag(deviations**-2.0)
-    factor, reserve = np.linalg.solve(precision, design.T @ (target / scale) + means / deviations**2)
-    residuals = (target - factor * activations - reserve) / measured
-    return MemoryFit(
-        activation_factor=float(factor),
-        reserve_gib=float(reserve),
-        context_gib=start.context_gib,
-        error_fraction=max(0.02, HALF_WIDTH * float(np.sqrt(np.mean(residuals**2)))),
-        source=f"calibrated on the peaks of {len(peaks)} runs and trials",
-    )
+    factor, rest = np.linalg.solve(precision, design.T @ (target / scale) + means / deviations**2)
+    return float(factor), float(rest), (target - factor * activations - rest) / measured

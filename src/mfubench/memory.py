@@ -7,7 +7,7 @@ allocator; `calibration` fits it to the peaks of real runs. No torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,17 @@ class MemoryFit:
 
     activation_factor: float = 1.0  # what the compiler keeps beyond, or recomputes instead of, what is counted
     reserve_gib: float = 1.5  # allocator blocks not handed out, workspaces of cuBLAS, cuDNN and NCCL
-    context_gib: float = 0.6  # CUDA context and kernels: on the card, outside the allocator
+    context_gib: float = 0.8  # CUDA context and kernels, outside the allocator: measured where runs ran out of memory
     error_fraction: float = 0.10  # half-width of the 95 % interval of the total
     source: str = "uncalibrated: counted from the configuration"
+    # The same two for tensors alone, as the allocator reports them.
+    tensor_activation_factor: float = 1.0
+    workspace_gib: float = 0.2
+
+    @property
+    def at_the_limit(self) -> MemoryFit:
+        """Of a run that barely fits: before it fails, the allocator gives its free blocks back, and tensors count."""
+        return replace(self, activation_factor=self.tensor_activation_factor, reserve_gib=self.workspace_gib)
 
 
 @dataclass(frozen=True)
@@ -143,7 +151,8 @@ def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
     norm's output, q, k, v, the attention's output, gate, up and their product (unless it is recomputed); the plain
     activation without a compiler its own output as well. RoPE and q/k-norms leave q and k twice, since v is a view of
     the one matmul that made all three, unless RoPE overwrites them (`kernels.rope: fused`, without q/k-norms); without
-    a compiler, and with it in float32, q/k-norms keep them once more.
+    a compiler, and with it in float32, q/k-norms keep them once more. With fp8 the compiler keeps what only matmuls
+    read, norm outputs and the product, as the one byte an element that they read of it.
     Attention kernels keep one float32 a head for the softmax, `eager` the probabilities. Selective checkpointing keeps
     matmul and attention outputs only; full keeps a block's input and rebuilds one block at a time. The final norm keeps
     its input, and the head the norm's output. The norms' own statistics, 4 bytes a token each, are left out.
@@ -162,7 +171,8 @@ def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
         kept = kept + q_width + kv_width
     if config.activation_checkpointing != "selective":
         recomputed = config.kernels.swiglu == "recompute" and model.mlp == "swiglu"
-        kept = kept + 2 * hidden + (0 if recomputed else intermediate)  # norm outputs, product: could be rebuilt
+        inputs = 2 * hidden + (0 if recomputed else intermediate)  # norm outputs, product: could be rebuilt
+        kept = kept + (inputs // element if config.fp8 and config.compile != "none" else inputs)
         if config.compile == "none" and model.mlp == "swiglu" and config.kernels.swiglu == "plain":
             kept = kept + intermediate  # silu(gate)
         if model.qk_norm and not own_rope and (config.compile == "none" or config.dtype == "float32"):
@@ -218,11 +228,11 @@ def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
 
 
 def largest_micro_batch(config: RunConfig, capacity_gib: float, fit: MemoryFit = MemoryFit()) -> int:
-    """The largest micro-batch that the count says will train in `capacity_gib`; 0 where not even one will."""
+    """The largest micro-batch whose tensors fit in `capacity_gib`; 0 where not even one's do."""
 
     def total(micro_batch_size: int) -> float:
         tried = config.model_copy(update={"micro_batch_size": micro_batch_size})
-        return estimate_memory(tried, capacity_gib, fit=fit).total_gib
+        return estimate_memory(tried, capacity_gib, fit=fit.at_the_limit).total_gib
 
     if total(1) > capacity_gib:
         return 0

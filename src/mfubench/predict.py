@@ -36,14 +36,15 @@ class Prediction:
     memory: MemoryEstimate
     memory_error_fraction: float
     memory_capacity_gib: float
-    largest_micro_batch_size: int  # that may fit: the count without its error
+    largest_micro_batch_size: int  # that may fit: by tensors alone, without the count's error
     calibrated: bool
     basis: str  # a sentence: what the numbers stand on
     micro_batch_basis: str = "given"  # in words, how the micro-batch was chosen
 
     @property
     def fits(self) -> bool:
-        return self.memory.total_gib <= self.memory_capacity_gib
+        """Its tensors do; what the allocator would rather hold besides may not."""
+        return self.config.micro_batch_size <= self.largest_micro_batch_size
 
     @property
     def fits_surely(self) -> bool:

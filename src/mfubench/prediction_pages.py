@@ -143,10 +143,13 @@ def measured_table() -> str:
 
 
 def unseen_kernels(observations: Sequence[measured_runs.Observation]) -> str:
-    """How far off runs with own kernels on one GPU are when only those without were fitted; empty without either."""
+    """How far off runs with own kernels on one GPU are when only those without were fitted; empty without either.
+
+    float8 is left out: nothing without own kernels tells of its matmuls.
+    """
     single = [one for one in observations if one.config.world_size == 1]
     plain = [one for one in single if one.config.kernels == KernelsConfig()]
-    own = [one for one in single if one.config.kernels != KernelsConfig()]
+    own = [one for one in single if one.config.kernels != KernelsConfig() and not one.config.fp8]
     if not plain or not own:
         return ""
     factors, _ = fit_factors(plain)
@@ -192,19 +195,22 @@ def peak_table() -> str:
 
 
 def limit_table() -> str:
-    """Measured memory limits beside the prediction from the peaks of everything but that search."""
+    """Measured memory limits beside the prediction from the peaks of all runs, which no search is among."""
     folders = [measured_runs.REFERENCE]
-    peaks, limits = measured_runs.read_memory_searches(folders) if measured_runs.REFERENCE.is_dir() else ([], [])
+    limits = measured_runs.read_memory_searches(folders)[1] if measured_runs.REFERENCE.is_dir() else []
     if not limits:
         return "No measured memory limit ships yet."
-    lines = ["| search | model | GPUs | memory | largest micro-batch | predicted |", "|---|---|---|---|---|---|"]
+    fit = fit_memory(measured_runs.observe_memory(measured_runs.read_runs(folders)))
+    lines = [
+        "| search | model | GPUs | memory | largest micro-batch | predicted | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for limit in limits:
-        config = limit.config
-        fit = fit_memory([one for one in peaks if not one.name.startswith(f"{limit.name},")])
+        config, largest = limit.config, limit.largest_micro_batch_size
         predicted = largest_micro_batch(config, limit.capacity_gib, fit)
         lines.append(
             f"| {limit.name} | {config.model.name} | {config.world_size} | {limit.capacity_gib:.1f} GiB "
-            f"| {limit.largest_micro_batch_size} | {predicted} |"
+            f"| {largest} | {predicted} | {100 * (predicted / largest - 1):+.1f} % |"
         )
     return "\n".join(lines)
 
