@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: run test test-all test-kernels test-faults test-cluster check lint format typecheck setup flash-attn lock clean help
+.PHONY: run test test-all test-kernels test-faults test-cluster check lint format typecheck setup flash-attn flash-attn-3 lock clean help
 
 run: setup  ## run the default study on this machine
 	snakemake --cores $(CORES)
@@ -70,6 +70,9 @@ $(STAMP): requirements.lock requirements-gpu.lock pyproject.toml
 flash-attn: setup  ## build FlashAttention-2 against the installed torch (CUDA toolkit needed, tens of minutes)
 	@command -v nvcc >/dev/null 2>&1 || { echo "nvcc is not here: install the CUDA toolkit that torch was built for"; exit 1; }
 	$(BIN)/python -m pip install --no-build-isolation flash-attn==2.8.3
+
+flash-attn-3: setup  ## FlashAttention-3 for H100, H200: the library in xformers' wheel, and the CUDA runtime that it wants
+	$(BIN)/python -m pip install --no-deps xformers==0.0.34 nvidia-cuda-runtime-cu12==12.8.90
 
 lock:  ## make requirements.lock anew from pyproject.toml
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
