@@ -168,12 +168,15 @@ class Scaling:
             if row["status"] == "ok" and failed is not None:
                 row |= {"status": failed.status, "reason": f"alone: {failed.reason}"}
             return row
-        ratios = [joint / alone for alone, joint, _ in good]
         q1, median, q3 = rows.quartiles([alone for alone, _, _ in good])
         row["alone_tokens_per_s_per_gpu"] = {"median": median, "q1": q1, "q3": q3, "repeats": len(good)}
         row["alone_by_card"] = [[single.rate for single in singles] for _, _, singles in good]
         row["alone_overlap"] = [overlap(singles) for _, _, singles in good]
-        row["efficiency"] = interval(ratios)
+        row["efficiency"] = interval([joint / alone for alone, joint, _ in good])
+        # each step ends with the slowest card: what cards of unlike speed lose together, no engine can win back
+        row["efficiency_of_slowest"] = interval(
+            [joint / min(s.rate or 0.0 for s in singles) for _, joint, singles in good]
+        )
         return row
 
 
@@ -204,7 +207,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         rate, efficiency = row["tokens_per_s_per_gpu"], row.get("efficiency")
         if rate is None or efficiency is None:
             reason = f"{row['status']}: {row['reason']}"
-            lines.append([name, f"{row['world_size']}", batch, "", reason, "", ""])
+            lines.append([name, f"{row['world_size']}", batch, "", reason, "", "", ""])
             continue
         alone = row["alone_tokens_per_s_per_gpu"]
         bounds = f"{efficiency['low']:.1%} to {efficiency['high']:.1%}" if "low" in efficiency else ""
@@ -217,10 +220,20 @@ def table(found: Sequence[dict[str, Any]]) -> str:
                 f"{alone['median']:,.0f}",
                 f"{rate['median']:,.0f}",
                 f"{efficiency['median']:.1%} ({bounds})" if bounds else f"{efficiency['median']:.1%}",
+                f"{row['efficiency_of_slowest']['median']:.1%}",
                 f"{min(shares):.0%}" if shares else "",
             ]
         )
-    header = ["arm", "GPUs", "batch", "alone, tokens/s/GPU", "together", "efficiency (95 %)", "alone at once"]
+    header = [
+        "arm",
+        "GPUs",
+        "batch",
+        "alone, tokens/s/GPU",
+        "together",
+        "efficiency (95 %)",
+        "of the slowest's",
+        "alone at once",
+    ]
     return rows.markdown_table(header, lines)
 
 

@@ -269,6 +269,7 @@ def test_scaling_compares_with_the_same_cards_alone(tmp_path):
     assert (ddp["arm"], zero1["arm"]) == ("mfubench:ddp", "mfubench:zero1")
     assert ddp["efficiency"]["repeats"] == 2
     assert ddp["efficiency"]["median"] == pytest.approx(0.5)  # the fake record is of one GPU, the row of two
+    assert ddp["efficiency_of_slowest"] == ddp["efficiency"]  # its cards are alike
     assert torchtitan["status"] == "missing"
     assert "missing: not installed" in scaling.table([ddp, zero1, torchtitan])
     for name, shown in (("all", [ddp, zero1, torchtitan]), ("none", [torchtitan])):
