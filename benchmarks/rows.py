@@ -137,7 +137,7 @@ def peers_table(rows: Sequence[dict[str, Any]], mfu: dict[str, float | None]) ->
                 name,
                 batch,
                 f"{rate['median']:,.0f} ({rate['q1']:,.0f}–{rate['q3']:,.0f})",
-                f"{rate['repeats']}",
+                f"{rate['repeats']}" + (f", {len(row['failed_repeats'])} failed" if row.get("failed_repeats") else ""),
                 f"{share:.1%}" if share is not None else "",
                 f"{rate['median'] / best:.3f}" if best else "",
                 f"{memory:.1f}" if memory is not None else "",

@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +22,7 @@ from mfubench.telemetry import sampler_process
 
 FIRST_RUN_S = 170.0  # a run of which nothing is known yet: start, compilation, a few steps
 LONGEST_RUN_S = 570.0
+SETTLED = ("ok", "oom")  # ends that another try would not change
 
 
 class OutOfTime(Exception):
@@ -46,6 +47,7 @@ class Runner:
     plan: Plan
     cases: Cases
     deadline: float  # of time.monotonic()
+    failed_here: set[str] = field(default_factory=set)  # identities of jobs that failed in this process
 
     def done(self, jobs: Sequence[Job]) -> list[Record] | None:
         """The records of jobs that ran together; None where one of them is missing."""
@@ -53,9 +55,16 @@ class Runner:
         found = [record for record in records if record is not None]
         return found if len(found) == len(jobs) else None
 
+    def settled(self, jobs: Sequence[Job]) -> list[Record] | None:
+        """`done`, but for what failed or was not installed in an earlier process: that may have been mended since."""
+        found = self.done(jobs)
+        if found is None or any(one.status not in SETTLED and one.job not in self.failed_here for one in found):
+            return None
+        return found
+
     def run(self, jobs: Sequence[Job], label: str, expected_s: float, cards: Sequence[Sequence[int]]) -> list[Record]:
         """Records of jobs that run at the same time, each on its own cards. Raises OutOfTime."""
-        if (known := self.done(jobs)) is not None:
+        if (known := self.settled(jobs)) is not None:
             return known
         left = self.deadline - time.monotonic()
         if expected_s > left:
@@ -84,6 +93,8 @@ class Runner:
                 record = Record("failed", reason=f"did not end within {LONGEST_RUN_S:.0f} s", job=job.identity)
                 record.write(job.output)
             results.append(record)
+            if record.status not in SETTLED:
+                self.failed_here.add(record.job)
         words = [f"{r.rate:,.0f} tokens/s/GPU" if r.rate else f"{r.status}: {r.reason}" for r in results]
         print(f"{' and '.join(words)} ({results[0].wall_s:.0f} s)", flush=True)
         return results
@@ -101,6 +112,10 @@ def check_machine(work: Path) -> None:
     cards = [sampler_process.describe_card(nvml, handle, index) for index, handle in enumerate(handles)]
     here = {"cards": [card["uuid"] for card in cards], "node": None if cards else platform.node()}
     file = work / "machine.json"
-    if file.exists() and (there := json.loads(file.read_text(encoding="utf-8"))) != here:
+    try:
+        there = json.loads(file.read_text(encoding="utf-8")) if file.exists() else here
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file}: is no valid JSON ({error}); use another --work, or delete it") from None
+    if there != here:
         raise ConfigError(f"{work} holds runs of another machine ({there}; here: {here}): use another --work")
     write_json(file, here)

@@ -38,12 +38,13 @@ from mfubench.memory import (
     fsdp_keeps_weights,
     largest_micro_batch,
 )
+from mfubench.model.attention_kernels import PACKED
 from mfubench.planner import PlanConfig
 from mfubench.planner_search import build_model, shapes
 from mfubench.predict import check_predictions, format_checks, plan_run, predict, predict_fastest
 from mfubench.presets import load_model
 from mfubench.run_log import Choice, RankMemory, write_json, write_run_log
-from mfubench.step_model import attention_seconds, micro_step_matmuls, slowest_of, step_terms
+from mfubench.step_model import WRITES_ONE_GRADIENT, attention_seconds, micro_step_matmuls, slowest_of, step_terms
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -623,6 +624,25 @@ def test_command_predicts_float8():
     assert terms["matmul.fp8"] > 0 and "matmul" not in terms
 
 
+def test_float8_is_for_matmuls_alone():
+    for card in ("H100 SXM", "B200"):
+        half, float8 = (run_on(card, fp8=fp8, attention="cudnn").terms_s["attention.cudnn"] for fp8 in (False, True))
+        assert float8 == half
+
+
+def test_flash_attention_3_and_4_join_ropes_backward_pass():
+    assert set(WRITES_ONE_GRADIENT) == set(PACKED)
+    kernels = {"rope": "fused"}
+    own = {name: run_on(attention=name, kernels=kernels).terms_s["elementwise_own"] for name in ("cudnn", "fa3", "fa4")}
+    assert own["fa3"] == own["fa4"] < own["cudnn"]
+
+
+def test_runs_and_uncalibrated_contradict_each_other(tmp_path):
+    both = ["--runs", str(tmp_path), "--uncalibrated"]
+    result = CliRunner().invoke(app, ["predict", "llama2-1.36b", "--gpu", "B200", *both])
+    assert result.exit_code != 0 and "give one of them" in f"{result.output}{result.exception}"
+
+
 def fake_predictions(monkeypatch, tokens_per_s: list[float], gib: list[float], capacity_gib=79.2):
     """Predictions by micro-batch, from 1 on, of a card and memory count that are known to 10 %."""
     template = run_on()
@@ -637,6 +657,7 @@ def fake_predictions(monkeypatch, tokens_per_s: list[float], gib: list[float], c
             config=config,
             tokens_per_s=tokens_per_s[place],
             memory=memory,
+            least_memory_gib=gib[place],
             memory_error_fraction=0.1,
             memory_capacity_gib=capacity_gib,
             largest_micro_batch_size=largest,
@@ -663,7 +684,7 @@ def test_the_fastest_of_the_micro_batches_that_surely_fit(monkeypatch, tokens_pe
 
 
 def test_no_micro_batch_is_chosen_where_one_does_not_fit(monkeypatch):
-    with pytest.raises(ConfigError, match=r"does not fit on .*: 80\.0 GiB of 79 with micro-batch 1"):
+    with pytest.raises(ConfigError, match=r"does not fit on .*: 80\.0 GiB at least, of 79, with micro-batch 1"):
         predict_fastest(fake_predictions(monkeypatch, [100], [80.0]), H100)
 
 

@@ -107,5 +107,8 @@ def read_record(path: Path, job: Job | None = None) -> Record | None:
         return None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: is no valid JSON ({error}); delete it and run again") from None
-    record = Record(**values)
+    try:
+        record = Record(**values)
+    except TypeError as error:
+        raise ConfigError(f"{path}: is no record of this version ({error}); delete it and run again") from None
     return None if job is not None and record.job != job.identity else record

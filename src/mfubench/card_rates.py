@@ -135,6 +135,8 @@ def datasheet_rates(gpu: str, config: RunConfig, network_gb_s: float | None = No
     beliefs = load_beliefs()
     row = find_gpu(gpu)
     peak = peak_for(gpu, config.dtype, config.tf32, config.fp8)
+    # float8 is for the blocks' matmuls alone
+    attention_peak = peak_for(gpu, config.dtype, config.tf32, fp8=False).tflops
     if config.world_size > 1 and row.link_gb_s == 0:
         raise ConfigError(
             f"{gpu}: has no link to other devices ({row.scope}), so {config.world_size} cannot be predicted"
@@ -146,7 +148,7 @@ def datasheet_rates(gpu: str, config: RunConfig, network_gb_s: float | None = No
         gpu=row.names[0],
         peak_tflops=peak.tflops,
         matmul_tflops=arithmetic_tflops(row, peak.tflops, beliefs, 4 if config.dtype == "float32" else 2),
-        attention={name: share * peak.tflops for name, share in beliefs.attention_fraction[generation(row)].items()},
+        attention={name: share * attention_peak for name, share in beliefs.attention_fraction[generation(row)].items()},
         bandwidth_gb_s=beliefs.bandwidth_fraction * row.bandwidth_gb_s,
         operand_gb_s=beliefs.bandwidth_fraction * row.bandwidth_gb_s,
         link_gb_s=(beliefs.pcie_link_fraction if pcie else beliefs.link_fraction) * row.link_gb_s / 2,

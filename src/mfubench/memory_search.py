@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mfubench.config import ConfigError, MemorySearch
+from mfubench.config import ConfigError, MemorySearch, parse
 from mfubench.job import add_job_arguments, cards_for_job, write_stamp
 from mfubench.memory import largest_micro_batch
 from mfubench.run_log import RunLog, read_run_log, write_json
@@ -124,7 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--search", required=True, help="MemorySearch as JSON")
     add_job_arguments(parser)
     arguments = parser.parse_args(argv)
-    search = MemorySearch.model_validate_json(arguments.search)
+    try:
+        search = parse(MemorySearch, json.loads(arguments.search), "--search")
+    except (ConfigError, json.JSONDecodeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     logs: list[RunLog] = []
 
     def predicted() -> int | None:

@@ -34,6 +34,9 @@ class Prediction:
     peak_tflops: float
     terms_s: dict[str, float]  # corrected seconds a step by term; their sum is step_time_s
     memory: MemoryEstimate
+    least_memory_gib: (
+        float  # tensors, workspaces and CUDA's own: what must fit once the allocator gives its blocks back
+    )
     memory_error_fraction: float
     memory_capacity_gib: float
     largest_micro_batch_size: int  # that may fit: by tensors alone, without the count's error
@@ -64,7 +67,7 @@ class Prediction:
             "mfu": self.mfu,
             "peak_tflops": self.peak_tflops,
             "terms_s": self.terms_s,
-            "memory_gib": {**asdict(self.memory), "total": self.memory.total_gib},
+            "memory_gib": {**asdict(self.memory), "total": self.memory.total_gib, "least": self.least_memory_gib},
             "memory_error_fraction": self.memory_error_fraction,
             "memory_capacity_gib": self.memory_capacity_gib,
             "fits": self.fits,
@@ -125,6 +128,7 @@ def predict(
         peak_tflops=rates.peak_tflops,
         terms_s=terms,
         memory=estimate_memory(config, rates.memory_gib, fit=calibration.memory),
+        least_memory_gib=estimate_memory(config, rates.memory_gib, fit=calibration.memory.at_the_limit).total_gib,
         memory_error_fraction=calibration.memory.error_fraction,
         memory_capacity_gib=rates.memory_gib,
         largest_micro_batch_size=largest_micro_batch(config, rates.memory_gib, calibration.memory),
@@ -149,8 +153,8 @@ def predict_fastest(config: RunConfig, gpu: str, **given: Any) -> Prediction:
     smallest = with_micro_batch(1)
     if not smallest.fits:
         raise ConfigError(
-            f"{config.model.name} does not fit on {smallest.gpu}: {smallest.memory.total_gib:.1f} GiB of "
-            f"{smallest.memory_capacity_gib:.0f} with micro-batch 1. Try --parallelism zero1 or fsdp on more GPUs, or "
+            f"{config.model.name} does not fit on {smallest.gpu}: {smallest.least_memory_gib:.1f} GiB at least, of "
+            f"{smallest.memory_capacity_gib:.0f}, with micro-batch 1. Try --parallelism zero1 or fsdp on more GPUs, or "
             "--activation-checkpointing full"
         )
     largest = min(smallest.largest_micro_batch_size, LARGEST_MICRO_BATCH)

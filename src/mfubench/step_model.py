@@ -190,9 +190,12 @@ def eager_passes(group: str, config: RunConfig) -> float:
     return 1.0 if config.compile != "none" or one_operator else EAGER_PASSES.get(group, 1.0)
 
 
+WRITES_ONE_GRADIENT = ("fa3", "fa4")  # the keys of attention_kernels.PACKED, which needs torch
+
+
 def writes_one_gradient(config: RunConfig) -> bool:
     """Whether attention's backward pass writes the gradients of q, k and v side by side, as one of their matmul."""
-    return config.attention == "fa4" and not config.model.qk_norm
+    return config.attention in WRITES_ONE_GRADIENT and not config.model.qk_norm
 
 
 def rotates_in_place(config: RunConfig) -> bool:
@@ -202,7 +205,7 @@ def rotates_in_place(config: RunConfig) -> bool:
 
 def rotates_gradients_in_place(config: RunConfig) -> bool:
     """Whether attention's backward pass writes one tensor, in which the own RoPE's then turns q and k."""
-    return config.attention == "fa4" and rotates_in_place(config)
+    return config.attention in WRITES_ONE_GRADIENT and rotates_in_place(config)
 
 
 def loss_bytes(config: RunConfig) -> float:

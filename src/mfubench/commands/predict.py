@@ -47,11 +47,13 @@ def predict(
     """Predict step time, tokens/s, MFU and memory of a run, each with an error bar."""
     from mfubench.calibration import calibrate_on, shipped_calibration
     from mfubench.ceilings import read_ceilings
-    from mfubench.config import KernelsConfig
+    from mfubench.config import ConfigError, KernelsConfig
     from mfubench.predict import plan_run, predict_fastest
     from mfubench.predict import predict as predict_run
     from mfubench.presets import load_model
 
+    if runs and uncalibrated:
+        raise ConfigError("--runs is what to calibrate on, and --uncalibrated wants none: give one of them")
     measured = [read_ceilings(path) for path in ceilings or []]
     calibration = None
     if not uncalibrated:
@@ -97,7 +99,7 @@ def describe(prediction: Any) -> str:
         + ", ".join(f"{100 * value:.1f} % {name}" for name, value in prediction.mfu.items())
         + f" (of {prediction.peak_tflops:g} TFLOP/s dense), each ± {100 * bar:.0f} % of itself",
         f"memory    {memory.total_gib:.1f} of {prediction.memory_capacity_gib:.0f} GiB "
-        f"± {100 * prediction.memory_error_fraction:.0f} %: "
+        f"± {100 * prediction.memory_error_fraction:.0f} %, at least {prediction.least_memory_gib:.1f}: "
         f"{fit}; largest micro-batch that may fit: {prediction.largest_micro_batch_size}",
         "time      "
         + ", ".join(

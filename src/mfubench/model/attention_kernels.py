@@ -220,10 +220,12 @@ def load_fa3() -> AttentionFunction:
     0.0.34. Raises ImportError without either, OSError where the library does not load.
     """
     if not hasattr(torch.ops.flash_attn_3, "bwd"):
-        if find_spec("flash_attn_3") is not None:
+        if any(path for folder in package_folders("flash_attn_3") for path in folder.glob("_C*")):
             import_module("flash_attn_3._C")
         else:
             load_library_of_xformers()
+        if not hasattr(torch.ops.flash_attn_3, "bwd"):
+            raise ImportError("its library registers no operators of flash_attn_3")
     return FLASH["fa3"].attention
 
 
@@ -240,7 +242,10 @@ def load_library_of_xformers() -> None:
     for folder in package_folders("nvidia.cuda_runtime"):
         if (runtime := folder / "lib/libcudart.so.12").exists():
             ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-    torch.ops.load_library(library)
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        raise OSError(f"{library.name} of xformers: {error.__cause__ or error}") from error
 
 
 def package_folders(name: str) -> list[Path]:

@@ -76,7 +76,9 @@ def effect_row(effect: Effect, expectations: Expectations | None) -> list[str]:
         return [effect.name, f"**{effect.verdict}**", "–", expected, "–", effect.reason or "–", names]
     worth = format_signed_percent(effect.difference.change)
     if effect.verdict == "no difference":
-        worth = f"no difference ({worth})"
+        bounds = effect.difference.interval
+        told = "too noisy to tell" if is_noise(1 + bounds.low, 1 + bounds.high) else "no difference"
+        worth = f"{told} ({worth})"
     elif effect.difference.basis == "within-run":
         worth += " (within-run only)"
     differs_in = ", ".join(f"{key}: {before} → {after}" for key, (before, after) in effect.differs_in.items())
@@ -145,7 +147,7 @@ def memory_section(found: Findings) -> Section:
                 format_gib(limit.memory_gib),
                 "nothing fits" if limit.largest is None else str(limit.largest),
                 "none tried" if first_oom is None else str(first_oom),
-                f"{limit.largest_comfortable if limit.largest_comfortable is not None else 'none'} (up to {comfort})",
+                f"{limit.largest_comfortable or 'none of those tried'} (up to {comfort})",
                 str(len(limit.trials)),
             ]
         )
