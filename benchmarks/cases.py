@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +73,9 @@ def read_cases(path: Path = FILE) -> Cases:
 def check_data(folder: Path | None, tiny: bool) -> Path:
     """The folder that --data names, or a made-up dataset for a tiny run; raises ConfigError where it has no dataset."""
     if folder is None and tiny:
-        return write_tiny_dataset(Path(tempfile.mkdtemp()) / "data")
+        made_up = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, made_up, ignore_errors=True)
+        return write_tiny_dataset(made_up)
     if folder is None:
         raise ConfigError("--data: missing; the folder of a prepared dataset (resources/datasets/NAME) is needed")
     if not (folder / "meta.json").is_file():

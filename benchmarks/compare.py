@@ -146,7 +146,7 @@ class Bench:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare mfubench with other systems on one GPU.")
-    parser.add_argument("--case", nargs="+", default=["llama2-1.36b"], help="cases of the file, or all")
+    parser.add_argument("--case", nargs="+", help="cases of the file, or all; default: llama2-1.36b")
     parser.add_argument("--cases", type=Path, default=FILE, metavar="FILE", help="another file than cases.yaml")
     parser.add_argument("--systems", nargs="+", help="only these")
     parser.add_argument("--data", type=Path, help="folder of a prepared dataset: the tokens that all systems read")
@@ -181,6 +181,8 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[str]]:
         raise ConfigError(f"--repeats: found {arguments.repeats}; at least 1")
     if arguments.minutes is not None and arguments.minutes <= 0:
         raise ConfigError(f"--minutes: found {arguments.minutes:g}; a positive number, or leave it out")
+    if arguments.tiny and arguments.case:
+        raise ConfigError("--tiny runs cases of its own: leave out --case")
     cases = read_cases(arguments.cases)
     checkouts = {system: path for system, name in CHECKOUTS.items() if (path := getattr(arguments, name))}
     for path in checkouts.values():
@@ -189,7 +191,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[str]]:
     data = check_data(arguments.data, arguments.tiny)
     plan = Plan(data, arguments.work, checkouts=checkouts)
     plan = dataclasses.replace(plan, preheat_s=arguments.preheat, measure_s=arguments.measure)
-    names = arguments.case
+    names = arguments.case or ["llama2-1.36b"]
     if arguments.tiny:
         plan = dataclasses.replace(plan, device="cpu", preheat_s=0.2, measure_s=0.5, trial_s=0.2, min_steps=3)
         names = ["tiny", "tiny-gpt2"]

@@ -102,6 +102,13 @@ def test_another_file_of_cases_takes_the_place_of_the_shipped_one(tmp_path):
     cases, _, names = prepare(make_parser().parse_args([*options, "--case", "all"]))
     assert names == ["small"]
     assert cases.systems["mine"].settings == {"compile": "none", "seed": 7}
+    for option, complaint in (
+        ("--repeats=0", "at least 1"),
+        ("--minutes=0", "positive"),
+        ("--tiny", "leave out --case"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            prepare(make_parser().parse_args([*options, "--case", "all", option]))
     with pytest.raises(ConfigError, match=r"no case 'llama2-1\.36b' in .*own\.yaml: small"):
         prepare(make_parser().parse_args(options))
     with pytest.raises(ConfigError, match=r"missing\.yaml: no such file; --cases names one in the form of cases\.yaml"):
