@@ -18,7 +18,15 @@ from benchmarks import figure, rows
 from benchmarks.cases import CHECKOUTS, FILE, Cases, Plan, check_data, make_job, read_cases
 from benchmarks.peers.job import Job, Record
 from benchmarks.peers.mfubench_engine import run_config
-from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine, deadline_after, exit_code
+from benchmarks.runner import (
+    FIRST_RUN_S,
+    OutOfTime,
+    Runner,
+    check_machine,
+    deadline_after,
+    errors_in_one_line,
+    exit_code,
+)
 from mfubench.config import ConfigError
 from mfubench.experiments import parse_overrides
 from mfubench.run_log import write_text_atomically
@@ -43,7 +51,7 @@ class Bench:
 
     def repeat(self, system: str, size: int, number: int) -> Job:
         job = make_job(self.plan, self.cases, self.name, system, size, f"mb{size}-repeat-{number}", trial=False)
-        times = known.step_times_s if (known := self.known(system, size)) else []
+        times = known[-1].step_times_s if (known := self.known(system, size)) else []
         return dataclasses.replace(job, step_time_s=statistics.median(times)) if times else job
 
     def run(self, job: Job, expected_s: float) -> Record:
@@ -77,9 +85,10 @@ class Bench:
         rates = {size: record.rate for size, record in self.tried[system].items() if record.rate}
         return max(rates, key=lambda size: rates[size] or 0.0) if rates else None
 
-    def known(self, system: str, size: int) -> Record | None:
-        """A run of the same work that is done: the trial, or the last repeat."""
-        return self.repeated[system][-1] if self.repeated[system] else self.tried[system].get(size)
+    def known(self, system: str, size: int) -> list[Record]:
+        """Runs of the same work that are done: the repeats or, before the first, the trial."""
+        trial = self.tried[system].get(size)
+        return self.repeated[system] or ([trial] if trial else [])
 
     def everything(self) -> None:
         for system in self.systems:
@@ -91,10 +100,10 @@ class Bench:
                 if (size := self.best_size(system)) is None:
                     continue
                 known = self.known(system, size)
-                if known is not None and not any(one.status == "ok" for one in (known, *self.repeated[system])):
+                if known and all(one.status != "ok" for one in known):
                     continue  # it would fail again
                 longer_s = 0.0 if self.repeated[system] else self.plan.preheat_s + self.plan.measure_s
-                expected_s = (known.wall_s + longer_s) * RERUN_MARGIN if known else self.first_run_s
+                expected_s = (known[-1].wall_s + longer_s) * RERUN_MARGIN if known else self.first_run_s
                 self.repeated[system].append(self.run(self.repeat(system, size, number), expected_s))
                 self.write()
 
@@ -179,8 +188,6 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[str]]:
     """Cases, plan and the names of the cases to run. Raises ConfigError."""
     if arguments.repeats < 1:
         raise ConfigError(f"--repeats: found {arguments.repeats}; at least 1")
-    if arguments.minutes is not None and arguments.minutes <= 0:
-        raise ConfigError(f"--minutes: found {arguments.minutes:g}; a positive number, or leave it out")
     if arguments.tiny and arguments.case:
         raise ConfigError("--tiny runs cases of its own: leave out --case")
     cases = read_cases(arguments.cases)
@@ -218,16 +225,13 @@ def check_own_settings(cases: Cases, plan: Plan, names: Sequence[str]) -> None:
                 run_config(make_job(plan, cases, name, system, size, "checked", trial=True))
 
 
+@errors_in_one_line
 def main(argv: Sequence[str] | None = None) -> int:
     """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input."""
     arguments = make_parser().parse_args(argv)
     deadline = deadline_after(arguments.minutes)
-    try:
-        cases, plan, names = prepare(arguments)
-        check_machine(plan.work)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    cases, plan, names = prepare(arguments)
+    check_machine(plan.work)
     out_of_time = False
     for name in names:
         bench = Bench(name, cases.cases[name].systems, Runner(plan, cases, deadline), arguments.repeats)
@@ -235,9 +239,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench.everything()
         except OutOfTime:
             out_of_time = True
-        except ConfigError as error:  # of a file below --work
-            print(f"error: {error}", file=sys.stderr)
-            return 1
         print(f"\n{name}\n{bench.publish(arguments.results)}", flush=True)
     return exit_code(out_of_time)
 

@@ -22,7 +22,7 @@ from benchmarks.cases import Cases, Plan, check_data, job_of, make_run, read_cas
 from benchmarks.compare import own_settings
 from benchmarks.peers.job import Job
 from benchmarks.peers.mfubench_engine import run_config
-from benchmarks.runner import OutOfTime, Runner, check_machine, deadline_after, exit_code
+from benchmarks.runner import OutOfTime, Runner, check_machine, deadline_after, errors_in_one_line, exit_code
 from mfubench.config import ConfigError
 from mfubench.data.meta import DatasetMeta, read_meta
 from mfubench.run_log import read_run_log, write_json, write_text_atomically
@@ -242,18 +242,15 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, Work]:
     return cases, Plan(data, arguments.work, "cuda"), work
 
 
+@errors_in_one_line
 def main(argv: Sequence[str] | None = None) -> int:
     """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input."""
     arguments = make_parser().parse_args(argv)
     deadline = deadline_after(arguments.minutes)
-    try:
-        cases, plan, work = prepare(arguments)
-        parity = Parity(work, arguments.arms, Runner(plan, cases, deadline))
-        parity.check()
-        check_machine(plan.work)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    cases, plan, work = prepare(arguments)
+    parity = Parity(work, arguments.arms, Runner(plan, cases, deadline))
+    parity.check()
+    check_machine(plan.work)
     out_of_time = False
     try:
         parity.everything(arguments.expected)

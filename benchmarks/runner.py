@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -30,8 +31,12 @@ class OutOfTime(Exception):
 
 
 def deadline_after(minutes: float | None) -> float:
-    """When --minutes are over, as time.monotonic() tells it; never where none are given."""
-    return time.monotonic() + minutes * 60 if minutes else float("inf")
+    """When --minutes are over, as time.monotonic() tells it; never where none are given. Raises ConfigError."""
+    if minutes is None:
+        return float("inf")
+    if minutes <= 0:
+        raise ConfigError(f"--minutes: found {minutes:g}; a positive number, or leave it out")
+    return time.monotonic() + minutes * 60
 
 
 def exit_code(out_of_time: bool) -> int:
@@ -40,6 +45,20 @@ def exit_code(out_of_time: bool) -> int:
         return 0
     print("the time was up before all was run; the same command goes on where it ended", file=sys.stderr)
     return 75
+
+
+def errors_in_one_line(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[str] | None], int]:
+    """A command that tells a ConfigError, of its arguments or of a file below --work, in a line and ends with 1."""
+
+    @functools.wraps(main)
+    def command(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+    return command
 
 
 @dataclass

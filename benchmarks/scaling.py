@@ -22,7 +22,15 @@ from benchmarks.cases import CHECKOUTS, Cases, Plan, check_data, job_of, make_ru
 from benchmarks.compare import own_settings
 from benchmarks.peers.job import Job, Record
 from benchmarks.peers.mfubench_engine import run_config
-from benchmarks.runner import FIRST_RUN_S, OutOfTime, Runner, check_machine, deadline_after, exit_code
+from benchmarks.runner import (
+    FIRST_RUN_S,
+    OutOfTime,
+    Runner,
+    check_machine,
+    deadline_after,
+    errors_in_one_line,
+    exit_code,
+)
 from mfubench.analysis.statistics import student_t
 from mfubench.config import ConfigError
 from mfubench.machine import describe_cards
@@ -281,20 +289,17 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[Setting], 
     return cases, plan, settings, arguments.arms
 
 
+@errors_in_one_line
 def main(argv: Sequence[str] | None = None) -> int:
     """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input."""
     arguments = make_parser().parse_args(argv)
     deadline = deadline_after(arguments.minutes)
-    try:
-        cases, plan, settings, arms = prepare(arguments)
-        runner = Runner(plan, cases, deadline)
-        scalings = [Scaling(setting, arms, runner, arguments.repeats) for setting in settings]
-        for scaling in scalings:
-            scaling.check()
-        check_machine(plan.work)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    cases, plan, settings, arms = prepare(arguments)
+    runner = Runner(plan, cases, deadline)
+    scalings = [Scaling(setting, arms, runner, arguments.repeats) for setting in settings]
+    for scaling in scalings:
+        scaling.check()
+    check_machine(plan.work)
     out_of_time = False
     found: dict[str, list[dict[str, Any]]] = {}
     for setting, scaling in zip(settings, scalings, strict=True):

@@ -25,6 +25,7 @@ LARGE_VOCABULARY = 65_536  # from here on `loss: auto` never holds all logits
 # 10 I, backward 26 I instead of 16 I. Softmax: 36 a logit (casts, log-softmax, its gradient) instead of 8.
 EAGER_PASSES = {"norm": 1.44, "rope": 11.4, "activation": 2.25, "loss": 4.5}
 GRADIENT_BYTES = 4  # gradients are accumulated and reduced in float32
+WRITES_ONE_GRADIENT = ("fa3", "fa4")  # the keys of attention_kernels.PACKED, which needs torch
 
 
 @dataclass(frozen=True)
@@ -188,9 +189,6 @@ def eager_passes(group: str, config: RunConfig) -> float:
         group == "loss" and config.loss == "fused"
     )
     return 1.0 if config.compile != "none" or one_operator else EAGER_PASSES.get(group, 1.0)
-
-
-WRITES_ONE_GRADIENT = ("fa3", "fa4")  # the keys of attention_kernels.PACKED, which needs torch
 
 
 def writes_one_gradient(config: RunConfig) -> bool:

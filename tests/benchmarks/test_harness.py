@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import figure, loss_parity, rows, scaling
+from benchmarks import compare, figure, loss_parity, rows, scaling
 from benchmarks.cases import Plan, make_job, make_run, read_cases
 from benchmarks.compare import Bench, make_parser, prepare
 from benchmarks.peers.clock import Finished, StepClock
@@ -104,7 +104,6 @@ def test_another_file_of_cases_takes_the_place_of_the_shipped_one(tmp_path):
     assert cases.systems["mine"].settings == {"compile": "none", "seed": 7}
     for option, complaint in (
         ("--repeats=0", "at least 1"),
-        ("--minutes=0", "positive"),
         ("--tiny", "leave out --case"),
     ):
         with pytest.raises(ConfigError, match=complaint):
@@ -374,6 +373,11 @@ def test_loss_parity_takes_own_systems_alone(tmp_path, capsys):
         (scaling, ["--data", "/nowhere"], "--data: /nowhere is no prepared dataset"),
         (scaling, ["--arms", "mfubench"], "--arms: mfubench: write SYSTEM:PARALLELISM"),
         (scaling, ["--repeats", "0"], "--repeats: at least 1"),
+        (compare, ["--repeats", "0"], "--repeats: found 0; at least 1"),
+        *(
+            (harness, ["--minutes", "0"], "--minutes: found 0; a positive")
+            for harness in (compare, loss_parity, scaling)
+        ),
     ],
 )
 def test_bad_input_is_told_before_anything_runs(tmp_path, capsys, harness, arguments, said):
@@ -381,6 +385,22 @@ def test_bad_input_is_told_before_anything_runs(tmp_path, capsys, harness, argum
     assert harness.main(["--tiny", *places, *arguments]) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("harness", [compare, loss_parity, scaling])
+def test_a_damaged_work_folder_is_told_in_a_line(tmp_path, capsys, harness):
+    (tmp_path / "machine.json").write_text('{"cards":')
+    assert harness.main(["--tiny", "--work", str(tmp_path), "--results", str(tmp_path / "results")]) == 1
+    assert "machine.json: is no valid JSON" in capsys.readouterr().err
+
+
+def test_a_record_of_another_form_is_told(tmp_path):
+    job = make_job(make_plan(tmp_path), read_cases(), "tiny", "transformers", 2, "trial", trial=True)
+    record_at(1.0).write(job.output)
+    path = Path(job.output)
+    path.write_text(path.read_text().replace('"status"', '"state"'))
+    with pytest.raises(ConfigError, match=r"is no record of this version .*delete it and run again"):
+        read_record(path, job)
 
 
 def test_figure_names_what_is_missing(tmp_path):

@@ -24,6 +24,7 @@ from torch import Tensor
 from mfubench.cache import cache_root
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]  # of q, k and v
 
 
 class PackedKernels(NamedTuple):
@@ -100,12 +101,12 @@ class FlashKernels(NamedTuple):
 def flash_operators(
     name: str,
     forward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
-    backward: Callable[..., None],
+    backward: Callable[[Tensor, Triple, Tensor, Tensor, Triple], None],
 ) -> FlashKernels:
     """The operators mfubench::`name`_attention, _attention_backward and _packed_backward.
 
     forward: q, k, v -> out [B, T, H, D] and the log-sum-exp of the scores [B, H, T], float32, which the backward pass
-    needs. backward: grad, q, k, v, out, log-sum-exp, dq, dk, dv; writes the last three, which may be views.
+    needs. backward: grad, (q, k, v), out, log-sum-exp, (dq, dk, dv); writes the last three, which may be views.
     """
 
     @torch.library.custom_op(f"mfubench::{name}_attention", mutates_args=())
@@ -121,9 +122,9 @@ def flash_operators(
     def attention_backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum_exp: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        backward(grad, q, k, v, out, log_sum_exp, dq, dk, dv)
-        return dq, dk, dv
+        gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        backward(grad, (q, k, v), out, log_sum_exp, gradients)
+        return gradients
 
     @attention_backward.register_fake
     def _(
@@ -138,7 +139,7 @@ def flash_operators(
         """Gradient of qkv [B, T, (H + 2 KV) D]; grad and out [B, T, H, D]."""
         grad_qkv = torch.empty_like(qkv)
         inputs, gradients = (split_packed(x, query_heads, key_heads) for x in (qkv, grad_qkv))
-        backward(grad, *inputs, out, log_sum_exp, *gradients)
+        backward(grad, inputs, out, log_sum_exp, gradients)
         return grad_qkv
 
     @packed_backward.register_fake
@@ -169,18 +170,9 @@ def fa3_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, log_sum_exp
 
 
-def fa3_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum_exp: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
-    torch.ops.flash_attn_3.bwd(grad, q, k, v, out, log_sum_exp, dq=dq, dk=dk, dv=dv, is_causal=True)
+def fa3_backward(grad: Tensor, qkv: Triple, out: Tensor, log_sum_exp: Tensor, gradients: Triple) -> None:
+    dq, dk, dv = gradients
+    torch.ops.flash_attn_3.bwd(grad, *qkv, out, log_sum_exp, dq=dq, dk=dk, dv=dv, is_causal=True)
 
 
 def fa4_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -190,20 +182,11 @@ def fa4_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, log_sum_exp
 
 
-def fa4_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum_exp: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
+def fa4_backward(grad: Tensor, qkv: Triple, out: Tensor, log_sum_exp: Tensor, gradients: Triple) -> None:
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    _flash_attn_bwd(q, k, v, out, grad, log_sum_exp, causal=True, dq=dq, dk=dk, dv=dv)
+    dq, dk, dv = gradients
+    _flash_attn_bwd(*qkv, out, grad, log_sum_exp, causal=True, dq=dq, dk=dk, dv=dv)
 
 
 FLASH = {
