@@ -135,7 +135,4 @@ onerror:
 
 onsuccess:
     shutil.rmtree(f"{RESULTS}/partial", ignore_errors=True)  # of a call that failed
-    if Path(RESULTS, "report.html").exists():
-        print(
-            f"\nReport: {RESULTS}/report.html   table: {RESULTS}/tables/runs.csv   audit: {RESULTS}/audit.json"
-        )
+    name_report()

@@ -20,6 +20,7 @@ from benchmarks.peers.job import Job, Record
 from benchmarks.peers.mfubench_engine import run_config
 from benchmarks.runner import (
     FIRST_RUN_S,
+    SETTLED,
     OutOfTime,
     Runner,
     check_machine,
@@ -61,18 +62,18 @@ class Bench:
         return self.cases.cases[self.name].candidates(system)
 
     def try_sizes(self, system: str) -> None:
-        """Run each candidate micro-batch shortly; after an out-of-memory none that is larger."""
-        limit = sys.maxsize
-        for size in self.candidates(system):
-            if size >= limit:
-                continue
-            record = self.run(self.trial(system, size), self.first_run_s)
-            self.tried[system][size] = record
-            if record.status == "oom":
-                limit = min(limit, size)
-            elif record.status != "ok":
-                break  # missing or broken: with any batch
+        """Run each candidate micro-batch shortly."""
+        while sizes := self.untried(system):
+            self.tried[system][sizes[0]] = self.run(self.trial(system, sizes[0]), self.first_run_s)
             self.write()
+
+    def untried(self, system: str) -> list[int]:
+        """Candidates that a trial is still to choose from: after an out-of-memory none that is larger."""
+        candidates, tried = self.candidates(system), self.tried[system]
+        if len(candidates) == 1 or any(record.status not in SETTLED for record in tried.values()):
+            return []  # there is no choice, or the system is missing or broken: with any batch
+        limit = min((size for size, record in tried.items() if record.status == "oom"), default=sys.maxsize)
+        return [size for size in candidates if size not in tried and size < limit]
 
     @property
     def first_run_s(self) -> float:
@@ -92,20 +93,31 @@ class Bench:
 
     def everything(self) -> None:
         for system in self.systems:
-            if len(self.candidates(system)) > 1:
-                self.try_sizes(system)
+            self.try_sizes(system)
         self.write()
         for number in range(self.repeats):
             for system in self.systems:
-                if (size := self.best_size(system)) is None:
+                if self.is_lost(system) or (size := self.best_size(system)) is None:
                     continue
                 known = self.known(system, size)
-                if known and all(one.status != "ok" for one in known):
-                    continue  # it would fail again
                 longer_s = 0.0 if self.repeated[system] else self.plan.preheat_s + self.plan.measure_s
                 expected_s = (known[-1].wall_s + longer_s) * RERUN_MARGIN if known else self.first_run_s
                 self.repeated[system].append(self.run(self.repeat(system, size, number), expected_s))
                 self.write()
+
+    def is_lost(self, system: str) -> bool:
+        """Whether all that a system ran did not go well: it would fail again."""
+        known = self.repeated[system] or self.tried[system].values()
+        return bool(known) and all(one.status != "ok" for one in known)
+
+    def runs_left(self) -> int:
+        """Runs that the same command would still make, at most: a trial that fails leaves others out."""
+        left = 0
+        for system in self.systems:
+            left += len(untried := self.untried(system))
+            if untried or not self.is_lost(system):
+                left += self.repeats - len(self.repeated[system])
+        return left
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -232,15 +244,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     deadline = deadline_after(arguments.minutes)
     cases, plan, names = prepare(arguments)
     check_machine(plan.work)
-    out_of_time = False
+    runs_left = 0
     for name in names:
         bench = Bench(name, cases.cases[name].systems, Runner(plan, cases, deadline), arguments.repeats)
         try:
             bench.everything()
         except OutOfTime:
-            out_of_time = True
+            runs_left += bench.runs_left()
         print(f"\n{name}\n{bench.publish(arguments.results)}", flush=True)
-    return exit_code(out_of_time)
+    return exit_code(runs_left)
 
 
 if __name__ == "__main__":

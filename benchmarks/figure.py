@@ -61,7 +61,7 @@ def draw_losses(path: Path, result: dict[str, Any]) -> None:
                 apart.plot(steps, [a - b for a, b in zip(losses, base, strict=True)], color=colour, linewidth=0.8)
         curves.set_ylabel("loss, nats")
         if named:
-            curves.legend(frameon=False)
+            curves.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0, ncols=4)  # above the curves
         apart.set_ylabel("difference, nats")
         apart.set_xlabel("optimizer step")
         for axes in (curves, apart):

@@ -80,6 +80,10 @@ class Parity:
             job = self.job(system, seed, label)
             self.runner.run([job], f"loss of {self.work.model}: {job.folder.name}", expected_s, [[0]])
 
+    def runs_left(self) -> int:
+        """Runs that the same command would still make."""
+        return sum(self.runner.settled([self.job(*run)]) is None for run in self.plan())
+
     # --- results ------------------------------------------------------------------------------------------------------
 
     def curve(self, system: str, seed: int, label: str) -> list[float] | str | None:
@@ -251,11 +255,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parity = Parity(work, arguments.arms, Runner(plan, cases, deadline))
     parity.check()
     check_machine(plan.work)
-    out_of_time = False
+    runs_left = 0
     try:
         parity.everything(arguments.expected)
     except OutOfTime:
-        out_of_time = True
+        runs_left = parity.runs_left()
     result = parity.result()
     arguments.results.mkdir(parents=True, exist_ok=True)
     path = arguments.results / f"loss-parity-{work.model}"
@@ -263,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_text_atomically(path.with_name(f"{path.name}.md"), table(result))
     figure.draw_losses(path.with_name(f"{path.name}.png"), result)
     print(f"\n{table(result)}", flush=True)
-    return exit_code(out_of_time)
+    return exit_code(runs_left)
 
 
 if __name__ == "__main__":

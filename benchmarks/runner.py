@@ -39,11 +39,15 @@ def deadline_after(minutes: float | None) -> float:
     return time.monotonic() + minutes * 60
 
 
-def exit_code(out_of_time: bool) -> int:
-    """Of a command that has run what it could: 0, or 75 and a word on how to go on."""
-    if not out_of_time:
+def exit_code(runs_left: int) -> int:
+    """Of a command that has run what it could: 0, or 75 and a line on how to go on.
+
+    runs_left: at most, since what runs out of memory or cannot be had leaves others out.
+    """
+    if runs_left == 0:
         return 0
-    print("the time was up before all was run; the same command goes on where it ended", file=sys.stderr)
+    runs = "1 run is" if runs_left == 1 else f"at most {runs_left} runs are"
+    print(f"the time was up and {runs} left; the same command goes on where it ended", file=sys.stderr)
     return 75
 
 

@@ -106,16 +106,16 @@ class Scaling:
         expected = 5.0 if self.runner.plan.device == "cpu" else FIRST_RUN_S
         return self.runner.run([self.trial_job(system)], f"{self.setting.model}: {system}, trial", expected, [[0]])[0]
 
-    def step_time(self, trial: Record) -> float:
+    def step_time(self, trial: Record | None) -> float | None:
         """Seconds of a step, at most: micro-steps share one optimizer update, which each step of the trial has."""
-        return statistics.median(trial.step_times_s) * self.setting.accumulation
+        return statistics.median(trial.step_times_s) * self.setting.accumulation if trial is not None else None
 
-    def alone(self, system: str, trial: Record, number: int) -> list[Job]:
+    def alone(self, system: str, trial: Record | None, number: int) -> list[Job]:
         step = self.step_time(trial)
         names = [f"repeat-{number}-card-{i}-of-{self.setting.cards}" for i in range(self.setting.cards)]
         return [self.job(system, ALONE, self.setting, name, step) for name in names]
 
-    def joint(self, arm: str, trial: Record, number: int) -> Job:
+    def joint(self, arm: str, trial: Record | None, number: int) -> Job:
         system, _, parallelism = arm.partition(":")
         return self.job(system, parallelism, self.setting, f"repeat-{number}", self.step_time(trial))
 
@@ -139,6 +139,20 @@ class Scaling:
                         found = self.runner.run([self.joint(arm, trial, number)], f"{label} {arm}", expected, [cards])
                         if found[0].status != "ok":
                             self.lost[arm] = found[0]
+
+    def runs_left(self) -> list[list[Job]]:
+        """Jobs of the runs that the same command would still make, at most: a trial that fails leaves others out."""
+        runs: list[list[Job]] = []
+        for system in self.systems:
+            runs.append([self.trial_job(system)])
+            trial = self.runner.settled(runs[-1])
+            if trial is not None and trial[0].status != "ok":
+                continue
+            arms = [arm for arm in self.arms if arm.partition(":")[0] == system and arm not in self.lost]
+            for number in range(self.repeats):
+                runs.append(self.alone(system, None, number))
+                runs += [[self.joint(arm, None, number)] for arm in arms]
+        return [jobs for jobs in runs if self.runner.settled(jobs) is None]
 
     # --- results ------------------------------------------------------------------------------------------------------
 
@@ -300,13 +314,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for scaling in scalings:
         scaling.check()
     check_machine(plan.work)
-    out_of_time = False
+    left: set[str] = set()  # first outputs of the runs that are left: settings share their trials
     found: dict[str, list[dict[str, Any]]] = {}
     for setting, scaling in zip(settings, scalings, strict=True):
         try:
             scaling.everything()
         except OutOfTime:
-            out_of_time = True
+            left |= {jobs[0].output for jobs in scaling.runs_left()}
         found.setdefault(setting.label, []).extend(scaling.rows())
         arguments.results.mkdir(parents=True, exist_ok=True)
         of_setting = found[setting.label]
@@ -316,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for model in dict.fromkeys(setting.model for setting in settings):
         of_model = [row for of_setting in found.values() for row in of_setting if row["model"] == model]
         figure.draw_scaling(arguments.results / f"scaling-{model}.png", of_model)
-    return exit_code(out_of_time)
+    return exit_code(len(left))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,9 @@
-# Before the first job, and after a failure.
+# Before the first job, and at the end of a call.
+import logging
+
+from snakemake.common import NOTHING_TO_BE_DONE_MSG
+from snakemake.logging import logger
+
 from mfubench.slurm import check_status_command, refuse_orphans
 
 
@@ -19,3 +24,24 @@ def show_what_exists():
     shell(
         "mfubench report {RESULTS} --partial --output {RESULTS}/partial/report.html || true"
     )
+
+
+def name_report():
+    """At the end of a call that went well: where its results are."""
+    if Path(RESULTS, "report.html").exists():
+        print(
+            f"\nReport: {RESULTS}/report.html   table: {RESULTS}/tables/runs.csv   audit: {RESULTS}/audit.json",
+            flush=True,
+        )
+
+
+class NothingToDo(logging.Handler):
+    """Names the report where all is up to date: Snakemake says so and calls none of its hooks."""
+
+    def emit(self, record):
+        if record.getMessage() == NOTHING_TO_BE_DONE_MSG and not workflow.dryrun:
+            name_report()
+
+
+if workflow.is_main_process:
+    logger.addHandler(NothingToDo())

@@ -17,6 +17,7 @@ from mfubench.cli import app
 from mfubench.config import ConfigError, EvaluationConfig, MeasurementConfig
 from mfubench.flops import executed_flops_per_token, flop_terms
 from mfubench.host_load import contention, contention_of_run
+from mfubench.measured_runs import REFERENCE
 from mfubench.run_log import RunLog, Step, read_run_log, write_json, write_run_log
 from mfubench.run_plot import plot_run
 
@@ -257,13 +258,17 @@ def test_a_load_that_nobody_sampled_says_nothing() -> None:
 # --- several folders --------------------------------------------------------------------------------------------------
 
 
-def test_runs_of_one_name_are_told_apart_by_their_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_several_studies_are_told_apart_by_their_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them: a short name would seem to be of the study above it."""
     monkeypatch.chdir(tmp_path)
     for study in ("one", "two"):
         write_run_log(tmp_path / "results" / study / "runs" / "tiers" / "tier1.json", make_run_log(name="tiers/tier1"))
     write_run_log(tmp_path / "results" / "two" / "runs" / "tiers" / "tier2.json", make_run_log(name="tiers/tier2"))
     names = [run.name for run in audit_paths(["results"]).runs]
-    assert names == ["results/one/runs/tiers/tier1", "results/two/runs/tiers/tier1", "tiers/tier2"]
+    assert names == [
+        f"results/{case}" for case in ("one/runs/tiers/tier1", "two/runs/tiers/tier1", "two/runs/tiers/tier2")
+    ]
+    assert [run.name for run in audit_paths(["results/two"]).runs] == ["tiers/tier1", "tiers/tier2"]
 
 
 def test_studies_are_not_held_against_each_other(tmp_path: Path) -> None:
@@ -271,6 +276,42 @@ def test_studies_are_not_held_against_each_other(tmp_path: Path) -> None:
         log = make_run_log(name=f"tiers/{case}", gpu_name=gpu, step_time_s=1.5)
         write_run_log(tmp_path / case / "runs" / "tiers" / f"{case}.json", log)
     assert [run.codes for run in audit_paths([tmp_path]).runs] == [[], []]
+
+
+def scaling_logs() -> tuple[RunLog, RunLog]:
+    one = make_run_log(name="scaling/one", parallelism="ddp")
+    return one, make_run_log(name="scaling/two", world_size=2, parallelism="ddp")
+
+
+def test_weak_scaling_is_of_one_study(tmp_path: Path) -> None:
+    """Equal settings of two studies are two studies still: their single-GPU runs are no basis for each other."""
+    for study in ("a", "b"):
+        for log in scaling_logs():
+            write_run_log(tmp_path / study / "runs" / f"{log.name}.json", log)
+    series = audit_paths([tmp_path / "a", tmp_path / "b"]).weak_scaling
+    assert [[Path(one[end]).parts[-4] for end in ("from", "to")] for one in series] == [["a", "a"], ["b", "b"]]
+    (tmp_path / "a" / "runs" / "scaling" / "two.json").unlink()
+    (tmp_path / "b" / "runs" / "scaling" / "one.json").unlink()
+    assert audit_paths([tmp_path / "a", tmp_path / "b"]).weak_scaling == []
+
+
+def test_shipped_studies_with_the_same_stages_are_not_mixed() -> None:
+    studies = [REFERENCE / "h200" / f"{model}-2x80gb" for model in ("llama2-1.36b", "qwen3-1.8b")]
+    together, apart = audit_paths(studies), [audit_paths([study]) for study in studies]
+    assert [run.codes for run in together.runs] == [run.codes for report in apart for run in report.runs]
+    ends = [[one["efficiency"] for one in report.weak_scaling] for report in (together, *apart)]
+    assert ends[0] == ends[1] + ends[2] and ends[1]
+    assert all(any(f"/{study.name}/runs/" in run.name for study in studies) for run in together.runs)
+
+
+def test_runs_that_lie_in_no_study_are_held_together_by_folder_or_as_they_are_given(tmp_path: Path) -> None:
+    files = []
+    for folder, gpu in (("one", "NVIDIA H200"), ("two", "NVIDIA H100 80GB HBM3")):
+        files.append(tmp_path / folder / "run.json")
+        write_run_log(files[-1], make_run_log(name=f"tiers/{folder}", gpu_name=gpu, step_time_s=1.5))
+    assert [run.codes for run in audit_paths([tmp_path]).runs] == [[], []]
+    assert [run.codes for run in audit_paths([tmp_path / "one", tmp_path / "two"]).runs] == [[], []]
+    assert [run.codes for run in audit_paths(files).runs] == [["workloads_differ"], ["workloads_differ"]]
 
 
 def test_ceilings_of_the_study_are_used_and_said(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mfubench.experiments import expand_study
-from mfubench.memory_search import find_limit, predict_limit, summarize
+from mfubench.memory_search import find_limit, limit_words, predict_limit, summarize
 from mfubench.run_log import Choice
 
 DEFAULT_STUDY = Path(__file__).parents[1] / "config" / "config.yaml"
@@ -34,7 +34,7 @@ def machine_that_holds(limit, calls=None):
 def test_the_limit_is_exact_below_the_largest_candidate(limit, predicted):
     calls = []
     trials = find_limit(SEARCH, machine_that_holds(limit, calls), lambda: predicted)
-    result = summarize(SEARCH, trials, 100.0)
+    result = summarize(SEARCH, trials, 100.0, on_gpu=True)
     largest_candidate = max(SEARCH.candidates)
     assert result["largest"] == (min(limit, largest_candidate) or None)
     assert result["largest_is_exact"] == (limit < largest_candidate)
@@ -44,7 +44,7 @@ def test_the_limit_is_exact_below_the_largest_candidate(limit, predicted):
 
 def test_comfort_is_below_the_stated_share():
     trials = find_limit(SEARCH, machine_that_holds(20))
-    result = summarize(SEARCH, trials, 20.0)
+    result = summarize(SEARCH, trials, 20.0, on_gpu=True)
     assert result["largest"] == 20
     assert result["largest_comfortable"] == max(
         trial["micro_batch_size"] for trial in trials if trial["peak_memory_gib"] <= SEARCH.comfort_fraction * 20
@@ -52,6 +52,27 @@ def test_comfort_is_below_the_stated_share():
     assert [trial["micro_batch_size"] for trial in result["trials"]] == sorted(
         trial["micro_batch_size"] for trial in result["trials"]
     )
+
+
+def test_a_limit_is_exact_on_a_gpu_alone():
+    """On a CPU the same search finds one more or one less another time: a process's memory is not the same twice."""
+    trials = find_limit(SEARCH, machine_that_holds(20))
+    on_gpu, on_cpu = (summarize(SEARCH, trials, 100.0, on_gpu=on_gpu) for on_gpu in (True, False))
+    assert (on_gpu["largest"], on_gpu["largest_is_exact"]) == (20, True)
+    assert (on_cpu["largest"], on_cpu["largest_is_exact"]) == (20, False)
+    assert limit_words(on_gpu) == "largest micro-batch that trained: 20, exactly; 21 ran out of memory"
+    assert "21 ran out of memory. Not exact: a process's memory on a CPU differs" in limit_words(on_cpu)
+
+
+def test_a_search_that_did_not_close_in_says_so():
+    search = SEARCH.model_copy(update={"bisect": False})
+    for limit, said in (
+        (0, "no micro-batch of those tried trains"),
+        (20, "trained: 16; 32 ran out of memory, and none between the two was tried"),
+        (99, "trained: 32; none of those tried ran out of memory"),
+    ):
+        trials = find_limit(search, machine_that_holds(limit))
+        assert limit_words(summarize(search, trials, 100.0, on_gpu=True)).endswith(said)
 
 
 @given(limit=st.integers(1, 126))

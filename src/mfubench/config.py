@@ -344,7 +344,7 @@ class RunConfig(Strict):
 
 
 class MemorySearch(Strict):
-    """Find the largest micro-batch that trains: try `candidates` in order, then bisect to the exact limit."""
+    """Find the largest micro-batch that trains: try `candidates` in order, then bisect to the limit."""
 
     run: RunConfig
     candidates: tuple[int, ...] = Field(min_length=1, strict=False)

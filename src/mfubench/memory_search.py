@@ -4,6 +4,10 @@ The candidates are tried in order until one runs out of memory; then the limit i
 and the first that did not: at the limit that the memory model predicts, beside it, then by bisection. Each trial is a
 process of its own, so that an out-of-memory dies alone. Trials are kept in the work folder: a search that was
 interrupted goes on where it ended.
+
+On a GPU that limit is exact: the allocator is asked for the same bytes in every run. What a process takes on a CPU is
+not: threads, malloc and imported libraries take some MB more or less each time, and the limit moves with them, by one
+micro-batch as a rule.
 """
 
 from __future__ import annotations
@@ -97,25 +101,48 @@ def memory_gib(log: RunLog) -> float:
 
 
 def summarize(
-    search: MemorySearch, trials: list[Trial], capacity_gib: float, predicted: int | None = None
+    search: MemorySearch, trials: list[Trial], capacity_gib: float, predicted: int | None = None, *, on_gpu: bool
 ) -> dict[str, Any]:
+    """What the search found, as it is written.
+
+    `largest_is_exact`: the next larger micro-batch ran out of memory, and would do so again: never on a CPU.
+    """
     fitting = [trial for trial in trials if trial["status"] == "ok"]
     comfortable = [
         trial["micro_batch_size"]
         for trial in fitting
         if trial["peak_memory_gib"] is not None and trial["peak_memory_gib"] <= search.comfort_fraction * capacity_gib
     ]
-    limited = any(trial["status"] == "oom" for trial in trials)
+    largest = max((trial["micro_batch_size"] for trial in fitting), default=None)
+    too_large = min((trial["micro_batch_size"] for trial in trials if trial["status"] == "oom"), default=None)
     return {
         "name": search.run.name,
         "search": json.loads(search.to_json()),
         "memory_gib": capacity_gib,
         "trials": sorted(trials, key=lambda trial: trial["micro_batch_size"]),
-        "largest": max((trial["micro_batch_size"] for trial in fitting), default=None),
-        "largest_is_exact": limited and search.bisect,
+        "largest": largest,
+        "largest_is_exact": on_gpu and too_large is not None and too_large - (largest or 0) == 1,
         "largest_comfortable": max(comfortable, default=None),
         "largest_predicted": predicted,
     }
+
+
+def limit_words(result: dict[str, Any]) -> str:
+    """The limit in a line, and how sure it is. `result`: as `summarize` gives it."""
+    if result["largest"] is None:
+        return "no micro-batch of those tried trains"
+    oom = [trial["micro_batch_size"] for trial in result["trials"] if trial["status"] == "oom"]
+    words = f"largest micro-batch that trained: {result['largest']}"
+    if not oom:
+        return f"{words}; none of those tried ran out of memory"
+    if result["largest_is_exact"]:
+        return f"{words}, exactly; {min(oom)} ran out of memory"
+    if min(oom) - result["largest"] > 1:
+        return f"{words}; {min(oom)} ran out of memory, and none between the two was tried"
+    return (
+        f"{words}; {min(oom)} ran out of memory. Not exact: a process's memory on a CPU differs from run to run, and "
+        "the limit with it"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -148,7 +175,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, TimeoutError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    write_json(arguments.output, summarize(search, trials, memory_gib(logs[0]), predicted()))
+    on_gpu = bool(logs[0].environment.gpus)
+    result = summarize(search, trials, memory_gib(logs[0]), predicted(), on_gpu=on_gpu)
+    print(limit_words(result), file=sys.stderr, flush=True)
+    write_json(arguments.output, result)
     write_stamp(arguments)
     return 0
 

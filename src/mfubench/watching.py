@@ -70,9 +70,17 @@ def view_of_log(log: RunLog) -> View:
     if log.steps and log.memory:
         fullest = max(log.memory, key=lambda memory: memory.peak_reserved_gib or memory.peak_rss_gib)
         live = live_values(log, fullest, fullest.peak_allocated_gib, factor)
-    state = f"{log.status}: {log.reason}" if log.reason else log.status
+        live |= {"status": log.status, "stopped_early": log.stopped_early}
+    state = f"{log.status}: {log.reason}" if log.reason else words_of_end(log.status, log.stopped_early)
     cards = [flatten_card(card) for card in (log.telemetry or {}).get("gpus", [])]
     return View(log.name, state, True, live, log.steps, factor, log.config.world_size, cards)
+
+
+def words_of_end(status: str, stopped_early: str | None) -> str:
+    """How a run ended; `stopped_early`: why it did before max_iters, where it did."""
+    if status != "ok":
+        return status
+    return "finished" if stopped_early is None else f"finished early: {stopped_early}"
 
 
 def flatten_card(card: dict[str, Any]) -> dict[str, Any]:
@@ -87,21 +95,22 @@ def view_of_folder(work: Path) -> View:
         raise ConfigError(f"{work}: no run has started here yet (partial.json is missing)")
     log = read_run_log(partial)
     live = read_json(work / "live.json")
-    finished, state = True, "running"
+    status = live["status"] if live is not None else None
     if (failure := read_json(work / "failure.json")) is not None:
-        state = f"failed: {failure['reason']}"
+        status, state = "failed", f"failed: {failure['reason']}"
     elif (stopped := read_json(work / "stopped.json")) is not None:
-        state = f"stopped after {stopped['step']} steps, to be resumed"
-    elif live is not None and live.get("status") is not None:
-        state = live["status"]
+        status, state = "stopped", f"stopped after {stopped['step']} steps, to be resumed"
+    elif live is not None and status is not None:
+        state = words_of_end(status, live["stopped_early"])
     else:
-        finished = False
+        state = "running"
         silent_s = time.time() - (live["updated_at"] if live is not None else partial.stat().st_mtime)
         if silent_s > SILENT_AFTER_S:
             state = f"running? no news for {silent_s:.0f} s"
     steps = read_steps(work / "steps.jsonl")
     factor = palm_mfu_of(log)
-    return View(log.name, state, finished, live, steps, factor, log.config.world_size, last_cards(work))
+    live = live | {"status": status} if live is not None else None
+    return View(log.name, state, status is not None, live, steps, factor, log.config.world_size, last_cards(work))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

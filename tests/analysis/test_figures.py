@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from analysis.example_study import make_gpu_log
 from PIL import Image
 
 from mfubench.analysis.figures.style import DARK, LIGHT, MARKERS, Theme, machine_label, per_gpu, png
 from mfubench.analysis.findings import Findings
+from mfubench.run_log import write_run_log
 
 NAMES = ("throughput", "ladder", "effects", "scaling", "memory", "loss", "mfu_over_time", "waterfall", "roofline")
 SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
@@ -126,6 +128,24 @@ def test_the_roofline_has_both_roofs_and_every_group(gpu: Findings):
 @pytest.mark.parametrize("name", ["waterfall", "roofline"])
 def test_without_a_profile_a_figure_says_how_to_get_one(cpu: Findings, name: str):
     assert "profile: timeline" in texts(cpu, name)
+
+
+def test_the_loss_figures_legend_covers_no_curve(changed_study: Path):
+    """As many runs as it shows, with names as long as they come, whose loss stays where it began."""
+    log = make_gpu_log("training/pretrain", 1)
+    flat = [step.model_copy(update={"loss": 10.4}) for step in log.steps]
+    for number in range(4):
+        name = f"training/pretrain-with-a-long-name-{number}"
+        changes = {"name": name, "config": log.config.model_copy(update={"name": name}), "steps": flat}
+        write_run_log(changed_study / "runs" / f"{name}.json", log.model_copy(update=changes))
+    with LIGHT.applied():
+        figure = module("loss").draw(Findings.of(changed_study), LIGHT)
+        figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 5
+    box = legend.get_window_extent()
+    assert all(not box.overlaps(axes.get_tightbbox()) for axes in figure.axes)
+    assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1
 
 
 @pytest.mark.parametrize("name", NAMES)

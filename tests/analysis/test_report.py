@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from analysis.example_study import add_untried_case, make_gpu_log, write_gpu_study
+from analysis.example_study import add_untried_case, make_gpu_log, write_gpu_study, write_memory_search
 
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report import main, write_report
@@ -179,6 +179,15 @@ def test_a_cpu_study_reads_sensibly(cpu_study: Path, tmp_path: Path):
     assert "resident set" in page.words
 
 
+def test_the_limit_of_a_memory_search_is_not_called_exact_on_a_cpu(cpu_study: Path, page: Page, tmp_path: Path):
+    study = Path(shutil.copytree(cpu_study, tmp_path / "study"))
+    write_memory_search(study)
+    said = ("about 30", "a largest micro-batch is not exact: another search may find one more or one less")
+    words = " ".join(page_of(study).words.split())
+    assert all(words_on_cpu in words for words_on_cpu in said)
+    assert not any(words_on_cpu in " ".join(page.words.split()) for words_on_cpu in said)
+
+
 def test_partial_shows_what_exists_what_failed_and_why(changed_study: Path):
     for path in (changed_study / "runs").glob("*/*.json"):
         if path.parent.name not in ("smoke", "baseline"):
@@ -189,6 +198,35 @@ def test_partial_shows_what_exists_what_failed_and_why(changed_study: Path):
     assert page.headings == ORDER
     assert "rank 5: NCCL timeout <x>" in page.words
     assert "has not been run" in page.words
+
+
+def test_a_part_of_a_study_is_not_sold_as_the_whole(changed_study: Path):
+    """Cards are those of the runs, and the description of the whole study is told apart from what was measured."""
+    for path in (changed_study / "runs").glob("*/*.json"):
+        if read_run_log(path).config.world_size > 2:
+            path.unlink()
+    (changed_study / "memory" / "5.1-limit.json").unlink()
+    declared = json.loads((changed_study / "study.json").read_text())
+    declared["cases"] = {name: {"world_size": 8 if "tier" in name else 2} for name in declared["cases"]}
+    write_json(changed_study / "study.json", declared)
+    words = " ".join(page_of(changed_study).words.split())
+    count = len(declared["cases"]) + 1  # and one that is left out on this machine
+    assert f"6 of {count} cases on 2× NVIDIA H100 80GB HBM3" in words
+    assert f"A part of the study: 6 of its {count} cases have a result. None of its runs on 8 GPUs is among" in words
+    assert f"Missing ({count - 7}): " in words and "tiers/tier1, tiers/tier1-repeat1" in words
+    assert "Left out (1): ablations/4.5-fsdp." in words
+    assert "The whole study, as declared: An example." in words
+    text = (changed_study / "report.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# llama2-1.36b-80gb, 6 of {count} cases, on 2× NVIDIA H100 80GB HBM3\n\n> **A part of ")
+    assert "1 run on 1 GPU, 5 runs on 2 GPUs · cases: 6 measured" in text
+
+
+def test_a_whole_study_is_not_called_a_part(cpu_study: Path, tmp_path: Path):
+    study = Path(shutil.copytree(cpu_study, tmp_path / "study"))
+    page_of(study)
+    text = (study / "report.md").read_text(encoding="utf-8")
+    assert text.startswith("# default on AMD EPYC 7B13, no GPU\n\nAn example.\n")
+    assert "6 runs on 1 process, 1 run on 2 processes · cases: 7 measured" in text
 
 
 def test_markdown_links_no_picture_that_is_not_there(changed_study: Path):

@@ -71,6 +71,15 @@ def test_partial_shows_failures_and_what_is_missing(changed_study: Path):
     assert load_study(changed_study).failures == {}
 
 
+def test_a_case_that_was_left_out_and_has_a_result_all_the_same_counts_as_run(changed_study: Path):
+    assert load_study(changed_study).left_out() == ["ablations/4.5-fsdp"]
+    log = make_run_log(name="ablations/4.5-fsdp")
+    write_run_log(changed_study / "runs" / "ablations" / "4.5-fsdp.json", log)
+    study = load_study(changed_study)
+    assert study.left_out() == study.missing() == []
+    assert "ablations/4.5-fsdp" in study.declared_names()
+
+
 def test_a_study_without_runs_is_for_partial_only(changed_study: Path):
     for path in (changed_study / "runs").glob("*/*.json"):
         path.unlink()

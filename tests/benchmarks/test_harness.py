@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from benchmarks import compare, figure, loss_parity, rows, scaling
 from benchmarks.cases import Plan, make_job, make_run, read_cases
@@ -150,11 +151,15 @@ def test_repeats_take_turns_with_the_best_micro_batch_and_go_on_where_they_ended
     }
     systems = ["mfubench", "torchtitan", "transformers"]
     first = FakeRunner(make_plan(tmp_path), known, runs_left=8)
+    broken_off = Bench("llama3-1.5b", systems, first, 3)
+    assert broken_off.runs_left() == (3 + 3 + 2) + 3 * len(systems)  # nothing is known of what a failure leaves out
     with pytest.raises(OutOfTime):
-        Bench("llama3-1.5b", systems, first, 3).everything()
+        broken_off.everything()
+    assert broken_off.runs_left() == 4
     second = FakeRunner(make_plan(tmp_path), known)
     bench = Bench("llama3-1.5b", systems, second, 3)
     bench.everything()
+    assert bench.runs_left() == 0
     trials = ["mfubench trial-mb8", "mfubench trial-mb4", "mfubench trial-mb16", "torchtitan trial-mb4"]
     trials += ["transformers trial-mb4", "transformers trial-mb2"]
     turns = [
@@ -346,6 +351,20 @@ def test_a_loss_curve_that_is_not_there_says_why(tmp_path):
     assert (tmp_path / "none.png").stat().st_size > 1000
 
 
+def test_the_legend_of_losses_covers_no_curve(tmp_path, monkeypatch):
+    """Curves that stay where they began lie along the upper edge."""
+    flat = [10.4, 10.5, 10.4, 10.5]
+    result = parity_of(tmp_path).result()
+    curves = {f"{system} 0 first": flat for system in ("mfubench-eager", "mfubench")}
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    figure.draw_losses(tmp_path / "flat.png", result | {"curves": curves})
+    drawn[0].draw_without_rendering()
+    axes, _ = drawn[0].axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["mfubench-eager", "mfubench"]
+    assert axes.get_legend().get_window_extent().y0 > axes.get_window_extent().y1 - 1e-6
+
+
 def test_losses_of_other_tokens_are_another_run(tmp_path):
     parity = parity_of(tmp_path, mfubench_eager=record_at(1.0), mfubench=record_at(1.0))
     parity.everything(1.0)
@@ -385,6 +404,42 @@ def test_bad_input_is_told_before_anything_runs(tmp_path, capsys, harness, argum
     assert harness.main(["--tiny", *places, *arguments]) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize(
+    ("harness", "arguments", "left"),
+    [
+        (compare, ["--systems", "mfubench", "--repeats", "2"], 4),  # two cases
+        (scaling, ["--arms", "mfubench:ddp", "mfubench:fsdp", "--repeats", "2"], 1 + 2 * 2 * 3),  # two accumulations
+        (loss_parity, ["--seeds", "2"], 5),
+    ],
+)
+def test_a_harness_out_of_time_says_how_to_go_on_and_what_is_left(tmp_path, capsys, harness, arguments, left):
+    places = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "results")]
+    assert harness.main(["--tiny", *places, *arguments, "--minutes", "0.001"]) == 75
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"the time was up and at most {left} runs are left; the same command goes on where it ended"
+
+
+def test_runs_that_are_done_or_lost_are_not_left(tmp_path):
+    known = {("mfubench", 8): record_at(1000.0), ("torchtitan", 8): Record("missing", reason="not installed")}
+    setting = scaling.Setting("llama2-1.36b", 2048, 4, 2, 8)
+    arms = ["mfubench:ddp", "mfubench:zero1", "torchtitan:fsdp"]
+    bench = scaling.Scaling(setting, arms, FakeRunner(make_plan(tmp_path), known, runs_left=4), 2)
+    assert len(bench.runs_left()) == 2 + 2 * 3 + 2 * 2  # trials; each repeat alone and in every arm
+    with pytest.raises(OutOfTime):
+        bench.everything()
+    assert [jobs[0].folder.name for jobs in bench.runs_left()] == [
+        "repeat-0",
+        "repeat-1-card-0-of-2",
+        "repeat-1",
+        "repeat-1",
+    ]
+    parity = parity_of(tmp_path, mfubench_eager=record_at(1.0), mfubench=Record("failed", reason="not finite"))
+    parity.runner.runs_left = 2
+    with pytest.raises(OutOfTime):
+        parity.everything(1.0)
+    assert parity.runs_left() == 1  # what failed here would fail again
 
 
 @pytest.mark.parametrize("harness", [compare, loss_parity, scaling])

@@ -40,7 +40,23 @@ def test_a_finished_run_is_shown_at_once(tmp_path, capsys):
     write_run_log(tmp_path / "run.json", make_run_log())
     watch_run(tmp_path / "run.json", once=False, interval_s=0.1)
     text = capsys.readouterr().out
-    assert "MFU (palm)" in text and "loss" in text and "ok" in text
+    assert "MFU (palm)" in text and "loss" in text and "finished" in text and "left" not in text
+
+
+ADAPTIVE = {"adaptive": True, "warmup_steps": 1, "min_steps": 4, "tolerance": 0.99}
+
+
+def test_a_run_that_knew_enough_is_finished_with_the_reason_and_no_time_is_left(data, tmp_path, capsys):
+    """From its work folder and from its run JSON, and in the lines that it printed itself."""
+    log = run_here(tiny_config(max_iters=5000, measurement=ADAPTIVE), data, tmp_path)
+    assert log.stopped_early is not None and len(log.steps) < 1000
+    printed = capsys.readouterr().err.splitlines()
+    assert "left" not in printed[-2] and log.stopped_early in printed[-1]
+    for path in (tmp_path, tmp_path / "run.json"):
+        watch_run(path, once=False, interval_s=0.1)
+        text = " ".join(capsys.readouterr().out.split())
+        assert f"finished early: {log.stopped_early}" in text
+        assert f"{len(log.steps)} steps of at most 5000" in text and " left" not in text
 
 
 def test_a_live_run_is_read_from_its_work_folder(tmp_path):
@@ -68,13 +84,16 @@ def test_a_live_run_is_read_from_its_work_folder(tmp_path):
 
 def test_a_failed_run_says_why(tmp_path):
     write_run_log(tmp_path / "partial.json", make_run_log(steps=[]))
+    write_json(tmp_path / "live.json", live_of(make_run_log()))
     write_json(tmp_path / "failure.json", {"reason": "ValueError: a shape is wrong"})
-    assert look(tmp_path).state == "failed: ValueError: a shape is wrong"
+    view = look(tmp_path)
+    assert view.finished and view.state == "failed: ValueError: a shape is wrong"
+    assert "step 30/30" in shown(view) and "left" not in shown(view)
 
 
 def test_a_real_run_can_be_watched_and_drawn(data, tmp_path):
     log = run_here(tiny_config(evaluation={"interval": 5, "iters": 1}), data, tmp_path)
-    assert look(tmp_path).state == "ok" and look(tmp_path).finished
+    assert look(tmp_path).state == "finished" and look(tmp_path).finished
     assert "tokens/s a process" in shown(look(tmp_path / "run.json"))
     plot_run(log, tmp_path / "run.png")
     assert (tmp_path / "run.png").stat().st_size > 20_000

@@ -55,6 +55,14 @@ def test_after_a_full_run_nothing_is_to_be_done(finished):
     assert "Nothing to be done" in finished.snakemake("-n")
 
 
+def test_a_call_with_nothing_to_do_ends_by_naming_the_report_as_the_first_did(finished):
+    named = next(line for line in finished.first_output.splitlines() if line.startswith("Report: "))
+    assert named.split()[1] == "results/minimal/report.html"
+    again = finished.snakemake()
+    assert "Nothing to be done" in again and again.rstrip().splitlines()[-1] == named
+    assert "Report: " not in finished.snakemake("-n")
+
+
 def test_a_changed_value_reruns_its_run_and_the_aggregates(project):
     project.edit("study.yaml", "large: {micro_batch_size: 4}", "large: {micro_batch_size: 3}")
     jobs = project.stale()

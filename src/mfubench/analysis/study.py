@@ -92,10 +92,18 @@ class Study:
         logs = sorted(self.runs.values(), key=lambda log: log.config.world_size)
         return logs[-1].environment if logs else None
 
+    def declared_names(self) -> list[str]:
+        """All cases and searches that the study asks for, those too that it leaves out on this machine."""
+        return list(dict.fromkeys([*self.declared.cases, *self.declared.searches, *self.declared.skipped]))
+
+    def left_out(self) -> list[str]:
+        """Cases that were left out on this machine before anything ran; `declared.skipped` holds why."""
+        return [name for name in self.declared.skipped if name not in self.runs and name not in self.limits]
+
     def missing(self) -> list[str]:
         """Cases that were declared and left neither a result nor a reason."""
         known = self.runs.keys() | self.limits.keys() | self.failures.keys() | self.declared.skipped.keys()
-        return [name for name in [*self.declared.cases, *self.declared.searches] if name not in known]
+        return [name for name in self.declared_names() if name not in known]
 
 
 def base_name(name: str) -> str:

@@ -46,24 +46,27 @@ def audit_paths(paths: Sequence[Path | str], ceilings: Ceilings | None = None) -
     device that ran, and a note says so. Raises ConfigError for a file that is none of the known, or without figures
     that can be audited.
     """
+    given = [Path(path) for path in paths]
     verdicts: list[RunVerdict] = []
     runs: list[tuple[RunLog, Path]] = []
-    for source in read_sources([Path(path) for path in paths]):
+    for source in read_sources(given):
         if source.log is not None:
             runs.append((source.log, source.path))
         else:
             reported = audit_reported_runs(source.reported, str(source.path))
             check_auditable(reported, str(source.path))
             verdicts += reported
+    scaling = weak_scaling(verdicts)
     notes: dict[str, None] = {}  # each once, in order
-    for together in by_study(named_apart(runs)):
+    for together in named_apart(by_study(runs, given)):
         judged = []
         for log, path in together:
             known, note = (ceilings, None) if ceilings is not None else nearby_ceilings(log, path)
             notes |= {note: None} if note else {}
             judged.append(judge_run(log, str(path), known))
         verdicts += hold_together([log for log, _ in together], judged)
-    return AuditReport(runs=verdicts, weak_scaling=weak_scaling(verdicts), notes=list(notes))
+        scaling += weak_scaling(judged)
+    return AuditReport(runs=verdicts, weak_scaling=scaling, notes=list(notes))
 
 
 def audit_logs(logs: Sequence[RunLog], ceilings: Ceilings | None = None) -> AuditReport:

@@ -16,27 +16,37 @@ from mfubench.run_log import RunLog
 FoundRun = tuple[RunLog, Path]
 
 
-def named_apart(runs: Sequence[FoundRun]) -> list[FoundRun]:
-    """The runs, those that share a name with another renamed to where they lie, without the suffix."""
-    counts = Counter(log.name for log, _ in runs)
-    return [
-        (log if counts[log.name] == 1 else log.model_copy(update={"name": shown(path.with_suffix(""))}), path)
-        for log, path in runs
-    ]
-
-
 def shown(path: Path) -> str:
     """A path as people call it: relative, where it lies below the current folder."""
     absolute = path.absolute()
     return os.path.relpath(absolute) if absolute.is_relative_to(Path.cwd()) else str(path)
 
 
-def by_study(runs: Sequence[FoundRun]) -> list[list[FoundRun]]:
-    """Runs that are held against each other: those of each study, and those that lie in none."""
+def by_study(runs: Sequence[FoundRun], given: Sequence[Path]) -> list[list[FoundRun]]:
+    """Runs that are held against each other: those of each study; of those that lie in none, the ones of each folder,
+    and the ones that were given file by file, wherever they lie.
+    """
     studies: dict[Path | None, list[FoundRun]] = {}
     for log, path in runs:
-        studies.setdefault(study_of(path), []).append((log, path))
+        alone = None if path in given else path.absolute().parent
+        studies.setdefault(study_of(path) or alone, []).append((log, path))
     return list(studies.values())
+
+
+def named_apart(studies: Sequence[Sequence[FoundRun]]) -> list[list[FoundRun]]:
+    """The runs of each study with names that tell them apart: where they lie, without the suffix.
+
+    So all are called where there are several studies, since a short name would not say which one it is of; in one
+    study the runs that share a name with another.
+    """
+    counts = Counter(log.name for runs in studies for log, _ in runs)
+
+    def called(log: RunLog, path: Path) -> RunLog:
+        if len(studies) == 1 and counts[log.name] == 1:
+            return log
+        return log.model_copy(update={"name": shown(path.with_suffix(""))})
+
+    return [[(called(log, path), path) for log, path in runs] for runs in studies]
 
 
 def nearby_ceilings(log: RunLog, path: Path) -> tuple[Ceilings | None, str | None]:

@@ -119,7 +119,8 @@ def conclude(paths: Paths) -> int:
     """Read what the ranks left behind; write the record of an out-of-memory or of a failure."""
     if paths.output.exists():
         log = read_run_log(paths.output)
-        print(f"{log.name}: {log.status}{f' ({log.reason})' if log.reason else ''}", file=sys.stderr)
+        why = log.reason or log.stopped_early
+        print(f"{log.name}: {log.status}{f' ({why})' if why else ''}", file=sys.stderr)
         for setting, note in log.fallbacks().items():
             print(f"  {setting}: {note}", file=sys.stderr)
         return 0

@@ -45,6 +45,7 @@ def live_values(
     return {
         "name": log.name,
         "status": None,  # while it runs
+        "stopped_early": None,  # why the run ended before max_iters, where it did
         "step": last.step,
         "max_iters": config.max_iters,
         "phase": last.phase,
@@ -65,8 +66,10 @@ def live_values(
 
 
 def describe(live: dict[str, Any]) -> str:
-    """One line for people; numbers that are not known are left out."""
-    parts = [f"step {live['step'] + 1}/{live['max_iters']}"]
+    """One line for people; numbers that are not known are left out, and so is the time left of a run that ended."""
+    done = live["step"] + 1
+    early = live["stopped_early"] is not None
+    parts = [f"{done} steps of at most {live['max_iters']}" if early else f"step {done}/{live['max_iters']}"]
     if live["phase"] != "measured":
         parts.append(live["phase"])
     parts.append(f"loss {live['loss']:.4f}" if live["loss"] is not None else "loss not finite")
@@ -80,8 +83,9 @@ def describe(live: dict[str, Any]) -> str:
         )
     else:
         parts.append(f"memory peak {live['memory_rss_peak_gib']:.2f} GiB")
-    minutes, seconds = divmod(round(live["time_left_s"]), 60)
-    parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
+    if live["status"] is None:
+        minutes, seconds = divmod(round(live["time_left_s"]), 60)
+        parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
     return ", ".join(parts)
 
 

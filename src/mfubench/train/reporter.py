@@ -45,6 +45,9 @@ class Reporter:
     def close(self) -> None:
         """The steps are over: say so to who watches."""
         if self.live is not None:
-            write_json(self.paths.live, self.live | {"status": self.log.status})
+            self.live |= {"status": self.log.status, "stopped_early": self.log.stopped_early}
+            write_json(self.paths.live, self.live)
+            if self.display is not None:
+                self.display.update(self.live)
         for tracker in self.trackers:
             tracker.close()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from mfubench.analysis.figures.style import (
@@ -24,6 +26,8 @@ from mfubench.run_log import RunLog
 
 TITLE = "Loss and gradient norm"
 MOST_CURVES = 5
+LEGEND_COLUMNS = 2
+CURVE_WIDTH = 1.8  # points
 WINDOW = 15  # steps of the moving median; a run of fewer than four windows is shown as it is
 
 
@@ -36,12 +40,14 @@ def draw(found: Findings, theme: Theme) -> Figure:
         "marks: held-out text · gradient norm over all parameters, before clipping · dotted: ln(vocabulary), the loss "
         "of a guess"
     )
-    figure = titled_figure(theme, TITLE, subtitle, 3.5)
+    legend_rows = math.ceil(len(logs) / LEGEND_COLUMNS)
+    figure = titled_figure(theme, TITLE, subtitle, 3.5 + 0.19 * legend_rows)
     left, right = figure.subplots(1, 2, width_ratios=[1.4, 1])
+    handles: dict[str, Line2D] = {}
     for position, (name, log) in enumerate(logs.items()):
         color = theme.series[position % len(theme.series)]
-        draw_loss(left, name, log, color, MARKERS[position % len(MARKERS)])
-        draw_curve(right, [(step.step + 1, step.grad_norm) for step in log.steps], color, None)
+        handles[f"{name}, {log.config.model.name}"] = draw_loss(left, log, color, MARKERS[position % len(MARKERS)])
+        draw_curve(right, [(step.step + 1, step.grad_norm) for step in log.steps], color)
     for vocab_size in {log.config.model.vocab_size for log in logs.values()}:
         left.axhline(math.log(vocab_size), color=theme.muted, linewidth=0.9, linestyle=(0, (2, 3)))
     for axes in (left, right):
@@ -50,12 +56,13 @@ def draw(found: Findings, theme: Theme) -> Figure:
         axes.set_xlabel("optimizer step")
         axes.set_xlim(left=0)
     left.set_title("loss, nats per token", loc="left", color=theme.muted, weight="bold")
-    left.legend(loc="upper right", bbox_to_anchor=(1.0, 0.94))
     right.set_yscale("log")
     right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     right.yaxis.set_minor_locator(NullLocator())
     right.set_title("gradient norm", loc="left", color=theme.muted, weight="bold")
+    # below both panels, whose colours it explains: a curve may come to any place within them
+    figure.legend(list(handles.values()), list(handles), loc="outside lower left", ncols=LEGEND_COLUMNS)
     return figure
 
 
@@ -69,17 +76,19 @@ def training_runs(found: Findings) -> dict[str, RunLog]:
     return {name: logs[name] for name in longest}
 
 
-def draw_loss(axes: Axes, name: str, log: RunLog, color: str, marker: str) -> None:
-    label = f"{name}, {log.config.model.name}"
-    draw_curve(axes, [(step.step + 1, step.loss) for step in log.steps], color, label)
+def draw_loss(axes: Axes, log: RunLog, color: str, marker: str) -> Line2D:
+    """The curve, marks for held-out text; returns what stands for both in a legend."""
+    draw_curve(axes, [(step.step + 1, step.loss) for step in log.steps], color)
     held_out = [(entry.step, entry.loss) for entry in log.evaluations if entry.loss is not None]
-    if held_out and len(log.steps) > 1:
-        steps, losses = zip(*held_out, strict=True)
-        axes.plot(steps, losses, marker, color=color, markerfacecolor="none", markersize=7, markeredgewidth=1.4,
-                  label="held-out text")  # fmt: skip
+    marks: dict[str, Any] = {"color": color, "markerfacecolor": "none", "markersize": 7, "markeredgewidth": 1.4}
+    if not held_out or len(log.steps) < 2:
+        return Line2D([], [], color=color, linewidth=CURVE_WIDTH)
+    steps, losses = zip(*held_out, strict=True)
+    axes.plot(steps, losses, marker, **marks)
+    return Line2D([], [], marker=marker, linewidth=CURVE_WIDTH, **marks)
 
 
-def draw_curve(axes: Axes, points: list[tuple[int, float | None]], color: str, label: str | None) -> None:
+def draw_curve(axes: Axes, points: list[tuple[int, float | None]], color: str) -> None:
     """Every finite value, faint, under its moving median; a short run, whose curve that would bend, as it is."""
     finite = [(x, y) for x, y in points if y is not None]
     if not finite:
@@ -88,7 +97,7 @@ def draw_curve(axes: Axes, points: list[tuple[int, float | None]], color: str, l
     axes.plot(x, y, color=color, linewidth=0.8, alpha=0.35)
     half = WINDOW // 2 if len(y) >= 4 * WINDOW else 0
     smooth = [float(np.median(y[max(0, i - half) : i + half + 1])) for i in range(len(y))]
-    axes.plot(x, smooth, color=color, linewidth=1.8, label=label)
+    axes.plot(x, smooth, color=color, linewidth=CURVE_WIDTH)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

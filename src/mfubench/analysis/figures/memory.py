@@ -51,7 +51,8 @@ def draw(found: Findings, theme: Theme) -> Figure:
     plain_axes(axes, "y")
     axes.spines["bottom"].set_visible(True)
     for position, (name, limit) in enumerate(limits.items()):
-        draw_search(axes, name, limit, theme.series[position % len(theme.series)], MARKERS[position % len(MARKERS)])
+        color, marker = theme.series[position % len(theme.series)], MARKERS[position % len(MARKERS)]
+        draw_search(axes, name, limit, color, marker, exact=not on_cpu)
     if runs:
         memory, rates, sizes = zip(*sorted(runs), strict=True)
         axes.plot(memory, rates, "*", color=theme.series[-1], markeredgecolor=theme.text, markeredgewidth=0.5,
@@ -68,11 +69,11 @@ def draw(found: Findings, theme: Theme) -> Figure:
     return figure
 
 
-def draw_search(axes: Axes, name: str, limit: MemoryLimit, color: str, marker: str) -> None:
+def draw_search(axes: Axes, name: str, limit: MemoryLimit, color: str, marker: str, exact: bool) -> None:
     fitting = [trial for trial in limit.trials if trial.peak_memory_gib and trial.tokens_per_s_per_gpu]
     fitting.sort(key=lambda trial: trial.micro_batch_size)
     too_large = sorted(trial.micro_batch_size for trial in limit.trials if trial.status == "oom")
-    fits = f"largest {limit.largest}" if limit.largest is not None else "nothing fits"
+    fits = f"largest {'' if exact else 'about '}{limit.largest}" if limit.largest is not None else "nothing fits"
     beyond = f", out of memory at {too_large[0]}" if too_large else ""
     memory = [trial.peak_memory_gib or 0.0 for trial in fitting]
     rates = [trial.tokens_per_s_per_gpu or 0.0 for trial in fitting]

@@ -112,7 +112,7 @@ def empty_figure(theme: Theme, title: str, subtitle: str, reason: str) -> Figure
 
 
 def machine_label(found: Findings) -> str:
-    """The card and how many of them, or the CPU."""
+    """The card and how many of them the largest run took, or the CPU."""
     environment = found.study.environment
     if environment is None:
         return "no machine"
@@ -120,13 +120,19 @@ def machine_label(found: Findings) -> str:
         return f"{environment.cpu}, no GPU"
     most = max(log.config.world_size for log in found.study.runs.values())
     names = " and ".join(dict.fromkeys(gpu.name for gpu in environment.gpus))
-    return f"{most}× {names}" if most > 1 else names
+    return f"{most}× {names}"
 
 
 def per_gpu(found: Findings) -> str:
     """The unit of a rate: a CPU study has processes, not GPUs."""
     environment = found.study.environment
     return "tokens/s/process" if environment is not None and environment.device == "cpu" else "tokens/s/GPU"
+
+
+def count_words(found: Findings, world_size: int) -> str:
+    """1 GPU, 2 GPUs, 4 processes."""
+    one, more = ("GPU", "GPUs") if per_gpu(found).endswith("GPU") else ("process", "processes")
+    return f"{world_size} {one if world_size == 1 else more}"
 
 
 def peak_label(measures: Sequence[Measures]) -> str:

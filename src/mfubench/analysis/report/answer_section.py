@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mfubench.analysis.answer import NEAR_FASTEST, Answer, Candidate, answers, command_for
 from mfubench.analysis.figures import throughput
-from mfubench.analysis.figures.style import per_gpu
+from mfubench.analysis.figures.style import count_words, per_gpu
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report.blocks import Block, Card, Cards, Command, Figure, Notice, Section, Table, Text
 from mfubench.analysis.units import (
@@ -93,12 +93,6 @@ def untried_blocks(found: Findings, answer: Answer) -> list[Block]:
         f"This would measure it on {count_words(found, many)}:"
     )
     return [Text(sentence), Command(item.command)]
-
-
-def count_words(found: Findings, world_size: int) -> str:
-    """1 GPU, 2 GPUs, 4 processes."""
-    one, more = ("GPU", "GPUs") if per_gpu(found).endswith("GPU") else ("process", "processes")
-    return f"{world_size} {one if world_size == 1 else more}"
 
 
 def unevenness(candidate: Candidate) -> list[Block]:

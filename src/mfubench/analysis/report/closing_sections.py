@@ -62,7 +62,7 @@ def mfu_cell(values: Quartiles | None) -> str:
 
 def left_out_section(found: Findings) -> Section:
     study = found.study
-    left_out = [[f"`{name}`", "left out", reason] for name, reason in study.declared.skipped.items()]
+    left_out = [[f"`{name}`", "left out", study.declared.skipped[name]] for name in study.left_out()]
     for name, log in study.runs.items():
         if log.status != "ok":
             words = {"oom": "out of memory", "skipped": "left out", "diverged": "diverged"}

@@ -135,6 +135,8 @@ def efficiency_interval(point: ScalingPoint) -> str:
 
 def memory_section(found: Findings) -> Section:
     blocks: list[Block] = [Figure("memory", "Rate against memory, one point a micro-batch size.", memory.draw)]
+    on_cpu = per_gpu(found).endswith("process")
+    about = "about " if on_cpu else ""
     rows = []
     for name, limit in found.study.limits.items():
         first_oom = min((t.micro_batch_size for t in limit.trials if t.status == "oom"), default=None)
@@ -145,7 +147,7 @@ def memory_section(found: Findings) -> Section:
                 limit.search.run.parallelism,
                 str(limit.search.run.world_size),
                 format_gib(limit.memory_gib),
-                "nothing fits" if limit.largest is None else str(limit.largest),
+                "nothing fits" if limit.largest is None else f"{about}{limit.largest}",
                 "none tried" if first_oom is None else str(first_oom),
                 f"{limit.largest_comfortable or 'none of those tried'} (up to {comfort})",
                 str(len(limit.trials)),
@@ -154,10 +156,11 @@ def memory_section(found: Findings) -> Section:
     if rows:
         columns = ["search|", "parallelism|", "world size", "memory", "largest micro-batch", "out of memory at"]
         blocks.append(Table([*columns, "largest comfortable", "trials"], rows, "Each trial is a process of its own"))
-    on_cpu = per_gpu(found).endswith("process")
     blocks.append(
         Text(
-            "Memory is the resident set of the fullest process, against the cap of the run or the machine's share."
+            "Memory is the resident set of the fullest process, against the cap of the run or the machine's share. It "
+            "differs from run to run, so that a largest micro-batch is not exact: another search may find one more or "
+            "one less."
             if on_cpu
             else "Memory is what the CUDA allocator reserved on the fullest GPU; what tensors took at once stands in "
             "`tables/runs.csv` as `peak_allocated_gib`."

@@ -7,18 +7,16 @@ import base64
 import os
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-import mfubench
-from mfubench.analysis.figures.style import DARK, LIGHT, machine_label, png
+from mfubench.analysis.figures.style import DARK, LIGHT, png
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report.answer_section import answer_section
-from mfubench.analysis.report.audit_section import audit_of, audit_section, verdict_of
+from mfubench.analysis.report.audit_section import audit_section
 from mfubench.analysis.report.blocks import Figure, Section
 from mfubench.analysis.report.closing_sections import (
     environment_section,
@@ -28,6 +26,7 @@ from mfubench.analysis.report.closing_sections import (
     runs_section,
 )
 from mfubench.analysis.report.expectation_sections import contradictions_section, expected_section
+from mfubench.analysis.report.head import head_facts
 from mfubench.analysis.report.measured_sections import (
     effects_section,
     loss_section,
@@ -80,33 +79,6 @@ def write_report(
         write_text_atomically(markdown, render_markdown(sections, facts, figures, Path(markdown).parent))
     if summary is not None:
         write_json(summary, summarize(found))
-
-
-def head_facts(found: Findings) -> dict[str, Any]:
-    """What stands at the top: which study, on what, how complete, when measured."""
-    study = found.study
-    counts = {"measured": len(found.good)}
-    for name, log in study.runs.items():
-        if name not in found.good:
-            word = {"oom": "out of memory", "ok": "without measured steps"}.get(log.status, log.status)
-            counts[word] = counts.get(word, 0) + 1
-    counts["memory limits"] = len(study.limits)
-    counts["left out"] = len(study.declared.skipped)
-    counts["failed"] = counts.get("failed", 0) + len(study.failures)
-    counts["missing"] = len(study.missing())
-    times = sorted(log.wall.started_at for log in study.runs.values() if log.wall)
-    return {
-        "study": study.name,
-        "description": study.declared.description,
-        "machine": machine_label(found),
-        "models": ", ".join(dict.fromkeys(log.config.model.name for log in study.runs.values())) or "no model yet",
-        "counts": {word: count for word, count in counts.items() if count},
-        "measured_from": times[0][:16].replace("T", " ") if times else None,
-        "measured_to": times[-1][:16].replace("T", " ") if times else None,
-        "version": mfubench.__version__,
-        "audit": verdict_of(audit_of(found)),
-        "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    }
 
 
 def templates() -> Environment:
