@@ -20,7 +20,16 @@ from mfubench.run_log import write_json
 # memory_gib is recorded, not compared: virtual machines show memory that grows as it is used.
 IDENTITY = ("cards", "driver", "cpu", "cpu_count", "packages", "python")
 
-KERNEL_PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "liger-kernel", "torchao")
+KERNEL_PACKAGES = (
+    "torch",
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "liger-kernel",
+    "torchao",
+    "xformers",  # brings FlashAttention-3's library
+)
 
 
 def describe_machine() -> dict[str, Any]:

@@ -7,7 +7,6 @@ wrong on the way (no package, no kernel for the card, no float32) becomes the re
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mfubench.model.attention_kernels import AttentionFunction, cudnn, eager, load_fa2, load_fa3, load_fa4, sdpa
+from mfubench.model.attention_times import holds_for, keep_times, read_times
 from mfubench.run_log import Choice
 
 LOADERS: dict[str, Callable[[], AttentionFunction]] = {
@@ -187,7 +187,7 @@ def tracing_obstacle(function: AttentionFunction, shape: Shape) -> str | None:
 
 
 def choose_fastest(shape: Shape) -> tuple[AttentionFunction, Choice]:
-    """Measure what works on this card for this shape, and take the fastest."""
+    """The fastest of what works on this card for this shape, by what was measured here before, or else is now."""
     functions: dict[str, AttentionFunction] = {}
     missing = []
     for name in AUTO_ORDER:
@@ -200,9 +200,12 @@ def choose_fastest(shape: Shape) -> tuple[AttentionFunction, Choice]:
                 reason = f"does not run at {shape} ({describe(error)})"
         if name not in functions:
             missing.append(f"{name} {reason}")
-    times_s = agree(measure(functions, shape), shape.device)
+    about = holds_for(str(shape), shape.device, functions)
+    kept = read_times(about)
+    times_s = agree(kept.times_s if kept is not None else measure(functions, shape), shape.device)
     if not times_s:
         return eager, Choice(requested="auto", used="eager", reason=f"nothing else works: {'; '.join(missing)}")
+    keep_times(about, times_s)
     fastest_s = min(times_s.values())
     used = next(name for name, time_s in times_s.items() if time_s <= fastest_s * (1 + NOISE))
     figures = ", ".join(
@@ -210,15 +213,18 @@ def choose_fastest(shape: Shape) -> tuple[AttentionFunction, Choice]:
         for name, time_s in times_s.items()
     )
     reason = f"fastest on this card, forward and backward at {shape}, within {NOISE:.0%} the first named: {figures}"
+    if kept is not None:
+        reason += f" (measured {kept.measured_at}, kept in the cache)"
     if missing:
         reason += f"; not to be had: {'; '.join(missing)}"
     return functions[used], Choice(requested="auto", used=used, reason=reason)
 
 
-def measure(functions: dict[str, AttentionFunction], shape: Shape, rounds: int = 3, calls: int = 5) -> dict[str, float]:
-    """Median seconds of a forward and backward pass of each function.
+def measure(functions: dict[str, AttentionFunction], shape: Shape, rounds: int = 8, calls: int = 5) -> dict[str, float]:
+    """Seconds of a forward and backward pass of each function, at best.
 
-    Rounds of them alternate, so that drift hits all alike; the first round warms up and does not count.
+    Rounds of them alternate, so that drift hits all alike; the first round warms up and does not count. The least of
+    the rounds, since whatever else a machine does can only add to them.
     """
     *inputs, grad = shape.inputs()
     times_s: dict[str, list[float]] = {name: [] for name in functions}
@@ -230,7 +236,7 @@ def measure(functions: dict[str, AttentionFunction], shape: Shape, rounds: int =
         end.record()
         torch.cuda.synchronize(shape.device)
         times_s[name].append(start.elapsed_time(end) / 1e3 / calls)
-    return {name: statistics.median(times[1:] or times) for name, times in times_s.items()}
+    return {name: min(times[1:] or times) for name, times in times_s.items()}
 
 
 def agree(times_s: dict[str, float], device: torch.device) -> dict[str, float]:

@@ -28,6 +28,7 @@ PACKAGES = (
     "quack-kernels",
     "torchao",
     "triton",
+    "xformers",
     "numpy",
 )
 # Environment variables that change speed...
