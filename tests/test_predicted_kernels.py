@@ -211,12 +211,16 @@ def observations(logs):
 
 
 def test_allocated_memory_of_every_measured_run(logs):
-    """What is counted lies below what was measured by workspaces: 0.1 to 0.22 GiB (with CUDA graphs up to 0.32)."""
+    """What is counted lies below what was measured by workspaces: 0.1 to 0.22 GiB.
+
+    With CUDA graphs up to 0.32, under fsdp, which has buffers of its own, up to 0.26.
+    """
     peaks = observe_memory(logs)
-    assert len(peaks) >= 93 and sum(one.config.fp8 for one in peaks) >= 4
+    assert len(peaks) >= 111 and sum(one.config.fp8 for one in peaks) >= 4
     for one in peaks:
         counted = estimate_memory(one.config, one.capacity_gib).allocated_gib
-        assert 0.05 < one.peak_allocated_gib - counted < (0.32 if one.config.cuda_graphs else 0.22), one.name
+        most = 0.32 if one.config.cuda_graphs else 0.26 if one.config.parallelism == "fsdp" else 0.22
+        assert 0.05 < one.peak_allocated_gib - counted < most, one.name
 
 
 def test_kernel_runs_within_five_percent_when_left_out(observations):
