@@ -605,7 +605,7 @@ def test_command_says_which_kernels_it_assumed():
     assert plain["memory_gib"]["total"] - own["memory_gib"]["total"] == pytest.approx(saved)
     assert "assumed   attention cudnn, loss full, own kernels: none\n" in run_command(*base)
     sharded = run_command(*base, "--kernels", "auto", "--gpus", "8", "--parallelism", "fsdp", "--attention", "fa3")
-    kernels = "norm fused, rope fused, swiglu fused, cross_entropy fused, weight_gradient accumulate"
+    kernels = "norm fused, rope fused, swiglu fused, cross_entropy fused, weight_gradient accumulate, adamw fused"
     assert f"assumed   attention fa3, loss full, own kernels: {kernels}\n" in sharded
 
 

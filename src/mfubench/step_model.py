@@ -262,8 +262,10 @@ def optimizer_bytes(config: RunConfig) -> float:
     norm = 4  # read every gradient
     adamw = 4 * 8  # read and write gradient (scaled in place), master, both moments
     publish = 0 if config.dtype == "float32" else 4 + ELEMENT_BYTES[config.dtype]
-    if config.kernels.adamw == "fused" and config.parallelism != "fsdp":
-        adamw, publish = 4 * 7, 0 if config.dtype == "float32" else ELEMENT_BYTES[config.dtype]
+    if config.kernels.adamw == "fused":
+        adamw = 4 * 7
+        if config.dtype != "float32" and config.parallelism != "fsdp":  # which rounds weights when it gathers them
+            publish = ELEMENT_BYTES[config.dtype]
     return count_parameters(config.model).total * share * (norm + adamw + publish)
 
 
@@ -357,14 +359,14 @@ def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:
     capacity_gib: of a card; fsdp has whole gradients to accumulate in where they fit.
     """
     captured = config.compile != "none" and config.compile_mode == "reduce-overhead"
-    sharded = config.parallelism == "fsdp"
-    no_sum = sharded and fsdp_without_sum(config, count_parameters(config.model).total, capacity_gib) is not None
+    parameters = count_parameters(config.model).total
+    no_sum = config.parallelism == "fsdp" and fsdp_without_sum(config, parameters, capacity_gib) is not None
     best = {
         **dict.fromkeys(lacking(config.model), "plain"),
         **({} if config.model.position == "rope" or not writes_one_gradient(config) else {"rope": "fused"}),
         "cross_entropy": "plain" if config.loss == "fused" else "fused",
         "weight_gradient": "plain" if no_sum or captured or config.fp8 else "accumulate",
-        "adamw": "plain" if sharded else "fused",
+        "adamw": "fused",
     }
     asked = config.kernels.model_dump()
     chosen = {key: best.get(key, "fused") for key, value in asked.items() if value == "auto"}

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from train.test_gpu import FLOAT32, assert_graphs, gpu_config, needs_cards
 from train.train_runs import grad_norms, losses, run_here, run_many, tiny_config
 
 from mfubench.config import CommunicationConfig, ConfigError, RunConfig, parse
 from mfubench.model import build_model
 from mfubench.train.buckets import plan_buckets
+from mfubench.train.fsdp import FsdpEngine
 from mfubench.train.gathers import WeightGathers
+from mfubench.train.process import Process
 
 RELATIVE = 1e-5
 EVALUATION = {"interval": 4, "iters": 2, "at_end": True}
@@ -122,6 +126,44 @@ def test_two_cards(data, tmp_path):
         first, second = (torch.load(tmp_path / key / f"weights-{rank}.pt", map_location="cpu") for rank in range(2))
         assert all(torch.equal(first[name], second[name]) for name in first), key
     assert_graphs(logs["graphs"])
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield Process(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("keeps_weights", [True, False])
+@pytest.mark.parametrize("tied", [False, True])
+def test_fsdp_gathers_and_reduces_the_head_beside_the_blocks(tied, keeps_weights, one_rank, monkeypatch):
+    """What of an untied model is not in a block, the embedding and the head, has nothing to wait for but itself."""
+    config = tiny_config(parallelism="fsdp", model={"num_hidden_layers": 2, "tie_word_embeddings": tied})
+    model = build_model(config, device="meta")
+    options = {"gradient_accumulation_steps": 1, "keeps_weights": keeps_weights}
+    engine = FsdpEngine(model, dtype=torch.float32, process=one_rank, **options)
+    done = []
+    for method in ("unshard", "post_backward"):
+        original = getattr(FSDPParamGroup, method)
+
+        def noted(group, *arguments, original=original, method=method, **more):
+            done.append((method, group._module_fqn))
+            return original(group, *arguments, **more)
+
+        monkeypatch.setattr(FSDPParamGroup, method, noted)
+    tokens = torch.arange(config.seq_len)[None]
+    engine.begin_micro_step(first=True, last=True)
+    model(tokens, tokens).backward()
+    gathered = [name for method, name in done[: done.index(("post_backward", "blocks.1"))] if method == "unshard"]
+    reduced = [name for method, name in done if method == "post_backward"]
+    if tied:
+        assert gathered[:3] == ["", "blocks.0", "blocks.1"] and reduced[:3] == ["blocks.1", "blocks.0", ""]
+    else:
+        assert gathered[:5] == ["", "token_embedding", "blocks.0", "blocks.1", "lm_head"]
+        assert reduced[:3] == ["lm_head", "blocks.1", "blocks.0"] and set(reduced[3:]) == {"", "token_embedding"}
+    assert all(gradient.abs().sum() > 0 for gradient in engine.gradients())
 
 
 def test_bucket_sizes():

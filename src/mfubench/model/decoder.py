@@ -97,6 +97,15 @@ class Block(nn.Module):
         return (hidden + update, None) if self.operations.add_norm is None else (hidden, update)
 
 
+class Head(Linear):
+    """The projection onto the vocabulary, and the loss of it in one call, around which fsdp can gather the weight."""
+
+    def mean_loss(self, hidden: Tensor, labels: Tensor, loss: LossFunction) -> Tensor:
+        """Mean cross-entropy of hidden states [N, hidden] against labels [N], a float32 scalar."""
+        main = (self.main,) if self.main is not None else ()
+        return loss(hidden, self.weight, labels, *main)
+
+
 class Decoder(nn.Module):
     """A decoder-only transformer that returns its loss.
 
@@ -124,7 +133,7 @@ class Decoder(nn.Module):
         )
         self.blocks = nn.ModuleList(Block(model, attention, operations) for _ in range(model.num_hidden_layers))
         self.final_norm = make_norm(model, model.hidden_size)
-        self.lm_head = Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.lm_head = Head(model.hidden_size, model.vocab_size, bias=False)
         self.loss = loss
         self.operations = operations
         self.register_buffer("cos", None, persistent=False)
@@ -156,8 +165,7 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Mean cross-entropy of labels [B, T] (already shifted: labels[t] follows input_ids[t]), float32 scalar."""
         hidden = self.hidden_states(input_ids)
-        main = (self.lm_head.main,) if self.lm_head.main is not None else ()
-        return self.loss(hidden.flatten(0, 1), self.lm_head.weight, labels.flatten(), *main)
+        return self.lm_head.mean_loss(hidden.flatten(0, 1), labels.flatten(), self.loss)
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, max_new_tokens: int, generator: torch.Generator | None = None) -> Tensor:

@@ -122,7 +122,7 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
         **operation_choices,
         "cross_entropy": cross_entropy,
         "weight_gradient": resolve_weight_gradient(config, device, DTYPES[dtype.used], parallelism.used, fp8.used),
-        "adamw": resolve_adamw(config, device, parallelism.used),
+        "adamw": resolve_adamw(config, device),
     }
     return Resolved(used=used, attention=attention, loss=loss, operations=operations, contrast=contrast)
 
@@ -250,12 +250,10 @@ def resolve_cross_entropy(config: RunConfig, device: torch.device, dtype: torch.
     return either(config.kernels.cross_entropy, "fused", obstacle)
 
 
-def resolve_adamw(config: RunConfig, device: torch.device, parallelism: str) -> Choice:
+def resolve_adamw(config: RunConfig, device: torch.device) -> Choice:
     obstacle = None
     if device.type != "cuda":
         obstacle = f"Triton's kernels need a CUDA device, not {device.type}"
-    elif parallelism == "fsdp":
-        obstacle = "fsdp rounds its weights when it gathers them; none, ddp and zero1 keep them rounded"
     elif config.kernels.adamw != "plain":
         obstacle = failure_of(lambda: try_fused_adamw(device))
     return either(config.kernels.adamw, "fused", obstacle)

@@ -38,9 +38,9 @@ class Optimizer:
     def __init__(
         self, engine: Engine, config: OptimizerConfig, *, process: Process, scale_loss: bool, fused: bool = False
     ):
-        """fused: the update is `fused_adamw`, which rounds the weights for the next step too."""
+        """fused: the update is `fused_adamw`, which also rounds the weights where an engine keeps rounded ones."""
         self.engine, self.config, self.process = engine, config, process
-        self.rounds = fused  # the compute weights of the pieces are written by the update
+        self.rounds = fused  # the compute weights of the pieces, if they have any, are written by the update
         device = process.device
         self.learning_rate = torch.zeros((), device=device)
         self.clip = torch.ones((), device=device)  # factor of the last step's clipping: 1 = not clipped
