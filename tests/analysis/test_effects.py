@@ -96,7 +96,7 @@ def test_two_settings_at_once_are_not_clean(found: Findings):
     effect = judge_effect(found.study, measured(a=control, b=arm), "fp32", "tiers/b", "tiers/a", None, None)
     assert effect.verdict == "slower" and not effect.is_clean
     assert set(effect.differs_in) == {"dtype", "attention"}
-    assert effect.difference.basis == "within-run"
+    assert effect.difference.basis == "not repeated"
 
 
 def test_memory_of_an_effect(found: Findings):

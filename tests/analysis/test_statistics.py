@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mfubench.analysis.statistics import (
+    CARD_SPREAD,
     ProcessSpread,
     block_length,
     difference,
@@ -14,6 +17,8 @@ from mfubench.analysis.statistics import (
     quartiles,
     student_t,
 )
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def autoregressive(n: int, correlation: float, seed: int, deviation: float = 1.0) -> np.ndarray:
@@ -94,20 +99,47 @@ def test_a_clear_difference_is_one():
     found = difference(arm, control, None)
     assert found is not None and found.is_difference
     assert found.change == pytest.approx(0.1, abs=0.002)
-    assert found.basis == "within-run"
+    assert found.basis == "not repeated"
+
+
+def apart(by: float) -> tuple[list[list[float]], list[list[float]]]:
+    """Two processes with steps of 0.05 %, one faster by a fraction."""
+    return [1000 * (1 + by) + autoregressive(60, 0.0, 1, 0.5)], [1000 + autoregressive(60, 0.0, 2, 0.5)]
 
 
 def test_processes_that_differ_more_than_their_steps_show_no_difference():
-    """Two processes 0.5 % apart with steps of 0.05 %: within a run a difference, between processes none."""
-    arm, control = [1005 + autoregressive(60, 0.0, 1, 0.5)], [1000 + autoregressive(60, 0.0, 2, 0.5)]
-    alone = difference(arm, control, None)
+    arm, control = apart(0.01)
     spread = ProcessSpread(log_deviation=0.005, degrees_of_freedom=4, cases=2, processes=6)
-    judged = difference(arm, control, spread)
+    alone, judged = difference(arm, control, None), difference(arm, control, spread)
     assert alone is not None and judged is not None
     assert alone.is_difference
     assert not judged.is_difference and judged.basis == "repeats"
     half = 2.776 * 0.005 * math.sqrt(2)
     assert math.log1p(judged.interval.high) == pytest.approx(math.log1p(judged.change) + half)
+
+
+@pytest.mark.parametrize(("degrees", "is_difference"), [(None, False), (1, False), (5, False), (6, True), (30, True)])
+def test_few_repeats_that_agree_make_no_machine_steadier_than_others(degrees: int | None, is_difference: bool):
+    """0.3 % between two single processes, which repeats that differ by 0.01 % tell apart once there are enough."""
+    spread = ProcessSpread(1e-4, degrees, 1, degrees + 1) if degrees is not None else None
+    found = difference(*apart(0.003), spread)
+    assert found is not None and found.is_difference is is_difference
+    if not is_difference:
+        half = 2.086 * CARD_SPREAD.log_deviation * math.sqrt(2)
+        assert math.log1p(found.interval.high) == pytest.approx(math.log1p(found.change) + half)
+
+
+def test_what_is_known_of_cards_is_what_the_benchmarks_repeated():
+    groups = [
+        row["tokens_per_s_per_gpu"]["by_repeat"]
+        for kind in ("peers", "scaling")
+        for file in RESULTS.glob(f"{kind}-*.json")
+        for row in json.loads(file.read_text())
+        if row["status"] == "ok"
+    ]
+    found = process_spread(groups)
+    assert found is not None and found.degrees_of_freedom >= CARD_SPREAD.degrees_of_freedom
+    assert found.log_deviation == pytest.approx(CARD_SPREAD.log_deviation, rel=0.1)
 
 
 def test_repeats_narrow_the_interval():

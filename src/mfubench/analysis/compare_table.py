@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mfubench.analysis.compare import CaseChange, StudyComparison
+from mfubench.analysis.statistics import CARD_SPREAD
 from mfubench.analysis.units import format_gib, format_interval, format_percent, format_rate, format_signed_percent
 
 STYLES = {"regression": "bold red", "broken": "bold red", "slower": "yellow", "faster": "green"}
@@ -53,7 +54,11 @@ def row_of(change: CaseChange) -> list[str]:
 def basis_of(comparison: StudyComparison) -> str:
     rates = "Rates in tokens/s/GPU."
     if comparison.spread is None:
-        return f"{rates} Nothing was repeated: the intervals hold only what the steps of one process say."
+        known = format_percent(CARD_SPREAD.log_deviation, 2)
+        return (
+            f"{rates} Nothing was repeated: the intervals hold what the steps of one process say and, at the least, "
+            f"how processes differ on other cards ({known}, standard deviation)."
+        )
     return (
         f"{rates} Intervals from {comparison.spread.processes} repeated processes: their medians differ by "
         f"{format_percent(comparison.spread.log_deviation, 2)} (standard deviation)."

@@ -9,7 +9,7 @@ from mfubench.analysis.answer import Answer
 from mfubench.analysis.expectations import Target
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures
-from mfubench.analysis.statistics import Interval, student_t
+from mfubench.analysis.statistics import Interval, process_half_width
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal rule of thumb (Hoffmann et al. 2022, arXiv 2203.15556, table 3)
 
@@ -23,7 +23,7 @@ class Extrapolation:
     world_size: int
     iterations: float
     hours: float
-    hours_interval: Interval | None
+    hours_interval: Interval
     gpu_hours: float
     energy_kwh: float | None  # of the GPUs, by their mean power while they trained
     money: float | None  # GPU-hours times the study's price
@@ -64,22 +64,19 @@ def extrapolate_run(found: Findings, case: str, judged: Measures, target: Target
         world_size=world_size,
         iterations=target.tokens / judged.log.config.tokens_per_step,
         hours=hours,
-        hours_interval=Interval(hours * math.exp(-uncertainty), hours * math.exp(uncertainty)) if uncertainty else None,
+        hours_interval=Interval(hours * math.exp(-uncertainty), hours * math.exp(uncertainty)),
         gpu_hours=gpu_hours,
         energy_kwh=power_w * gpu_hours / 1000 if power_w is not None else None,
         money=price * gpu_hours if price is not None and judged.log.environment.device == "cuda" else None,
     )
 
 
-def relative_uncertainty(found: Findings, judged: Measures) -> float | None:
-    """Half-width of the 95 % interval of the rate's logarithm: of its steps, or of repeated processes where that is
-    more."""
-    halves = []
+def relative_uncertainty(found: Findings, judged: Measures) -> float:
+    """Half-width of the 95 % interval of the rate's logarithm: of its steps, or of processes where that is more."""
+    halves = [process_half_width(found.spread, 1)]
     if judged.rate_interval is not None and judged.tokens_per_s_per_gpu is not None:
         halves.append(math.log(judged.rate_interval.high / judged.rate_interval.low) / 2)
-    if found.spread is not None:
-        halves.append(student_t(found.spread.degrees_of_freedom) * found.spread.log_deviation)
-    return max(halves, default=None)
+    return max(halves)
 
 
 def mean_power_w(judged: Measures) -> float | None:

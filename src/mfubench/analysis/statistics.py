@@ -2,7 +2,8 @@
 
 Two kinds of noise are kept apart. Within one process, steps follow one another and are autocorrelated, so the interval
 of their median comes from a block bootstrap. Between processes, allocation, clocks and placement differ, and no number
-of steps shows that: only repeats of whole processes do.
+of steps shows that: only repeats of whole processes do. Of a machine with none or few, what is known of other cards is
+believed: what another start of the same run may show is no difference.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STUDENT_T_95 = (
     (10, 2.228), (12, 2.179), (15, 2.131), (20, 2.086), (30, 2.042), (60, 2.000), (120, 1.980),
 )  # fmt: skip
 
-Basis = Literal["repeats", "within-run"]
+Basis = Literal["repeats", "not repeated"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,12 @@ class ProcessSpread:
     degrees_of_freedom: int
     cases: int
     processes: int
+
+
+# Of an H100 and H200s: 15 settings of mfubench and its peers that ran two or three times in turn, a minute each
+# (benchmarks/results/*.json), pooled as `process_spread` does.
+CARD_SPREAD = ProcessSpread(log_deviation=0.0022, degrees_of_freedom=21, cases=15, processes=36)
+BELIEVED_FROM = 6  # degrees of freedom: two repeats that agree by chance make no machine steadier than those cards
 
 
 @dataclass(frozen=True)
@@ -141,15 +148,28 @@ def process_spread(groups: Sequence[Sequence[float]]) -> ProcessSpread | None:
     return ProcessSpread(math.sqrt(squares / degrees), degrees, len(repeated), sum(len(group) for group in repeated))
 
 
+def process_half_width(spread: ProcessSpread | None, *processes: int) -> float:
+    """Half of the 95 % interval of a mean of that many processes' log rates, or of the ratio of two such means, as far
+    as processes differ.
+
+    spread: what this machine's own repeats show; CARD_SPREAD is the least that counts before they are BELIEVED_FROM.
+    """
+    known = [spread] if spread is not None else []
+    if spread is None or spread.degrees_of_freedom < BELIEVED_FROM:
+        known.append(CARD_SPREAD)
+    widest = max(student_t(one.degrees_of_freedom) * one.log_deviation for one in known)
+    return widest * math.sqrt(sum(1 / count for count in processes))
+
+
 def difference(
     arm: Sequence[Sequence[float]], control: Sequence[Sequence[float]], spread: ProcessSpread | None
 ) -> Difference | None:
     """How much faster the arm's runs are than the control's.
 
     arm, control: for each whole process, the rates of its measured steps (tokens/s). spread: between processes, on
-    this machine. With it, the interval is Student's on the mean of the logarithm of the processes' medians, but never
-    narrower than what the steps themselves allow; without it, the steps alone speak and the basis says so.
-    None where an arm has fewer than five steps.
+    this machine, where anything was repeated; the basis says whether. The interval is Student's on the mean of the
+    logarithm of the processes' medians, but never narrower than what the steps themselves allow. None where an arm has
+    fewer than five steps.
     """
     if not arm or not control or min(len(run) for run in [*arm, *control]) < 5:
         return None
@@ -163,10 +183,7 @@ def difference(
         [np.log(bootstrap_medians(run, seed=SEED - 1 - i)) for i, run in enumerate(control)], axis=0
     )
     low, high = np.percentile(arm_noise - control_noise, [100 * (1 - CONFIDENCE) / 2, 100 * (1 + CONFIDENCE) / 2])
-    basis: Basis = "within-run"
-    if spread is not None:
-        basis = "repeats"
-        half = student_t(spread.degrees_of_freedom) * spread.log_deviation * math.sqrt(1 / len(arm) + 1 / len(control))
-        low, high = min(low, log_ratio - half), max(high, log_ratio + half)
-    interval = Interval(math.expm1(low), math.expm1(high))
+    half = process_half_width(spread, len(arm), len(control))
+    interval = Interval(math.expm1(min(low, log_ratio - half)), math.expm1(max(high, log_ratio + half)))
+    basis: Basis = "not repeated" if spread is None else "repeats"
     return Difference(math.expm1(log_ratio), interval, basis, len(arm), len(control))

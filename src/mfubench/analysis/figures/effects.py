@@ -23,7 +23,7 @@ from mfubench.analysis.figures.style import (
     titled_figure,
 )
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.statistics import ProcessSpread, student_t
+from mfubench.analysis.statistics import ProcessSpread, process_half_width
 from mfubench.analysis.units import format_interval, format_signed_percent
 
 TITLE = "What each setting is worth"
@@ -41,22 +41,18 @@ def draw(found: Findings, theme: Theme) -> Figure:
     basis = (
         f"95 % intervals from {found.spread.processes} processes of {found.spread.cases} repeated setting(s)"
         if found.spread
-        else "95 % intervals of the steps within one process each: nothing was repeated, so differences between "
-        "processes are not in them"
+        else "95 % intervals of one process each (nothing was repeated), no less than processes differ on other cards"
     )
     subtitle = f"{machine_label(found)} · change of {per_gpu(found)}, arm over control · {basis}"
     figure = titled_figure(theme, TITLE, subtitle, 1.0 + ROW * len(measured))
     axes = figure.subplots()
     draw_forest(axes, measured, found.expectations, theme)
-    if found.spread:
-        half = no_difference_band(found.spread)
-        left, right = axes.get_xlim()
-        axes.axvspan(-half, half, color=theme.band, zorder=0)
-        axes.set_xlim(min(left, max(-1.0, -1.1 * half)), max(right, min(WIDEST, 1.1 * half)))
+    half = no_difference_band(found.spread)
+    left, right = axes.get_xlim()
+    axes.axvspan(-half, half, color=theme.band, zorder=0)
+    axes.set_xlim(min(left, max(-1.0, -1.1 * half)), max(right, min(WIDEST, 1.1 * half)))
     handles = [
-        Patch(facecolor=theme.band, label="no difference: two single processes differ by as much")
-        if found.spread
-        else None,
+        Patch(facecolor=theme.band, label="no difference: two single processes differ by as much"),
         Patch(facecolor="none", edgecolor=theme.series[1], hatch="////", label="expected by the testing guide")
         if found.expectations
         else None,
@@ -105,9 +101,9 @@ def value_label(effect: Effect) -> str:
     return f"{verdict}\n({format_interval(effect.difference.interval)})"
 
 
-def no_difference_band(spread: ProcessSpread) -> float:
+def no_difference_band(spread: ProcessSpread | None) -> float:
     """Half-width of the 95 % interval of the difference of two single processes."""
-    return math.expm1(student_t(spread.degrees_of_freedom) * spread.log_deviation * math.sqrt(2))
+    return math.expm1(process_half_width(spread, 1, 1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

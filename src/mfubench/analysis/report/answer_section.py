@@ -84,7 +84,7 @@ def untried_blocks(found: Findings, answer: Answer) -> list[Block]:
     many, few = fastest.config.world_size, case.config.world_size
     rate, unit = fastest.tokens_per_s / many, per_gpu(found)
     differs_in = ", ".join(f"{key}: {before} → {after}" for key, (before, after) in item.differs_in.items())
-    basis = " (within-run only)" if item.difference.basis == "within-run" else ""
+    basis = " (not repeated)" if item.difference.basis == "not repeated" else ""
     sentence = (
         f"**Not measured on {count_words(found, many)}:** `{case.case}` reached "
         f"{format_rate(item.tokens_per_s_per_gpu)} {unit} on {count_words(found, few)}, "

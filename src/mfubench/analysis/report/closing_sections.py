@@ -121,11 +121,8 @@ def extrapolation_section(found: Findings) -> Section:
 
 
 def extrapolation_row(item: Extrapolation) -> list[str]:
-    interval = "–"
-    if item.hours_interval is not None and is_noise(item.hours_interval.low, item.hours_interval.high):
-        interval = TOO_NOISY
-    elif item.hours_interval is not None:
-        interval = f"{format_hours(item.hours_interval.low)} – {format_hours(item.hours_interval.high)}"
+    low, high = item.hours_interval.low, item.hours_interval.high
+    interval = TOO_NOISY if is_noise(low, high) else f"{format_hours(low)} – {format_hours(high)}"
     return [
         format_count(item.target.tokens),
         item.target.label,

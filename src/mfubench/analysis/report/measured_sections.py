@@ -16,6 +16,7 @@ from mfubench.analysis.measures import Measures
 from mfubench.analysis.report.blocks import Block, Figure, Section, Table, Text
 from mfubench.analysis.report.expectation_sections import MARKS
 from mfubench.analysis.scaling import ScalingPoint
+from mfubench.analysis.statistics import BELIEVED_FROM, CARD_SPREAD
 from mfubench.analysis.units import (
     TOO_NOISY,
     format_gib,
@@ -31,10 +32,12 @@ from mfubench.run_log import Evaluation
 
 def effects_section(found: Findings) -> Section:
     spread = found.spread
+    known = format_percent(CARD_SPREAD.log_deviation, 2)
     if spread is None:
         basis = (
-            "Nothing was repeated in this study, so the intervals hold only what the steps of one process say "
-            "(**within-run only**): another process may differ by more. Raise `repeats` in the study to know."
+            "Nothing was repeated in this study, so the intervals hold what the steps of one process say and, at the "
+            f"least, how processes of the same work differ on other cards, {known} (**not repeated**): on this machine "
+            "they may differ by more. Raise `repeats` in the study to know."
         )
     else:
         band = no_difference_band(spread)
@@ -45,8 +48,10 @@ def effects_section(found: Findings) -> Section:
             f"{spread.processes} processes of {spread.cases} setting(s) that ran more than once tell how processes "
             f"differ on this machine: {format_percent(spread.log_deviation, 2)}, the standard deviation of the median "
             f"rate. Two single processes {told_apart}; an interval is never "
-            "narrower than the steps themselves allow (block bootstrap)."
+            "narrower than the steps themselves allow (block bootstrap)"
         )
+        few = spread.degrees_of_freedom < BELIEVED_FROM
+        basis += f", nor, with so few repeats, than what is known of other cards ({known})." if few else "."
     blocks: list[Block] = [Text(basis)]
     alt = "Points with intervals: change of the rate by each setting, beside what was expected of it."
     blocks.append(Figure("effects", alt, effects.draw))
@@ -79,8 +84,8 @@ def effect_row(effect: Effect, expectations: Expectations | None) -> list[str]:
         bounds = effect.difference.interval
         told = "too noisy to tell" if is_noise(1 + bounds.low, 1 + bounds.high) else "no difference"
         worth = f"{told} ({worth})"
-    elif effect.difference.basis == "within-run":
-        worth += " (within-run only)"
+    elif effect.difference.basis == "not repeated":
+        worth += " (not repeated)"
     differs_in = ", ".join(f"{key}: {before} → {after}" for key, (before, after) in effect.differs_in.items())
     if not effect.is_clean:
         differs_in += " (more than one thing: the effect has no single cause)"
