@@ -99,13 +99,14 @@ def test_gpt2_takes_what_its_model_has(dtype, data, tmp_path):
 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=needs_cards(2)), pytest.param(4, marks=needs_cards(4))])
-def test_ddp_and_zero1_equal_the_plain_form(world_size, data, tmp_path):
+def test_every_parallelism_equals_the_plain_form(world_size, data, tmp_path):
     configs = {}
-    for parallelism in ("ddp", "zero1"):
+    for parallelism in ("ddp", "zero1", "fsdp"):
         options = {"parallelism": parallelism, "compile": "block", **FLOAT32}
         configs[f"{parallelism}-plain"] = gpu_config(world_size, 4, **options)
         configs[f"{parallelism}-fused"] = gpu_config(world_size, 4, **options, **FUSED)
-        configs[f"{parallelism}-graphs"] = gpu_config(world_size, 4, cuda_graphs=True, **options, **FUSED)
+        if parallelism != "fsdp":  # it allocates in each step
+            configs[f"{parallelism}-graphs"] = gpu_config(world_size, 4, cuda_graphs=True, **options, **FUSED)
     logs = run_many(configs, data, tmp_path, timeout_s=540)
     for key, log in logs.items():
         assert_same(log, logs["ddp-plain"], 3e-5)
