@@ -366,7 +366,6 @@ def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:
         **({} if config.model.position == "rope" or not writes_one_gradient(config) else {"rope": "fused"}),
         "cross_entropy": "plain" if config.loss == "fused" else "fused",
         "weight_gradient": "plain" if no_sum or captured or config.fp8 else "accumulate",
-        "adamw": "fused",
     }
     asked = config.kernels.model_dump()
     chosen = {key: best.get(key, "fused") for key, value in asked.items() if value == "auto"}
