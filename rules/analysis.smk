@@ -25,19 +25,18 @@ rule tabulate_runs:
         ceilings=f"{RESULTS}/ceilings.json",
     output:
         runs=report(
-            f"{RESULTS}/tables/runs.csv",
+            table_file("runs"),
             caption="../workflow/report/runs.rst",
             category="Tables",
         ),
         expectations=report(
-            f"{RESULTS}/tables/expectations.csv",
+            table_file("expectations"),
             caption="../workflow/report/expectations.rst",
             category="Tables",
         ),
-        others=expand(
-            f"{RESULTS}/tables/{{table}}.csv",
-            table=("effects", "scaling", "memory", "profiles"),
-        ),
+        others=[
+            table_file(name) for name in TABLES if name not in ("runs", "expectations")
+        ],
     log:
         f"{LOGS}/tabulate_runs.log",
     conda:
@@ -59,7 +58,7 @@ rule plot_throughput:
         ceilings=f"{RESULTS}/ceilings.json",
     output:
         report(
-            f"{RESULTS}/figures/throughput.png",
+            figure_file("throughput"),
             caption="../workflow/report/throughput.rst",
             category="Figures",
         ),
@@ -80,7 +79,7 @@ rule plot_throughput:
 use rule plot_throughput as plot_ladder with:
     output:
         report(
-            f"{RESULTS}/figures/ladder.png",
+            figure_file("ladder"),
             caption="../workflow/report/ladder.rst",
             category="Figures",
         ),
@@ -95,7 +94,7 @@ use rule plot_throughput as plot_ladder with:
 use rule plot_throughput as plot_effects with:
     output:
         report(
-            f"{RESULTS}/figures/effects.png",
+            figure_file("effects"),
             caption="../workflow/report/effects.rst",
             category="Figures",
         ),
@@ -110,7 +109,7 @@ use rule plot_throughput as plot_effects with:
 use rule plot_throughput as plot_scaling with:
     output:
         report(
-            f"{RESULTS}/figures/scaling.png",
+            figure_file("scaling"),
             caption="../workflow/report/scaling.rst",
             category="Figures",
         ),
@@ -125,7 +124,7 @@ use rule plot_throughput as plot_scaling with:
 use rule plot_throughput as plot_memory with:
     output:
         report(
-            f"{RESULTS}/figures/memory.png",
+            figure_file("memory"),
             caption="../workflow/report/memory.rst",
             category="Figures",
         ),
@@ -140,7 +139,7 @@ use rule plot_throughput as plot_memory with:
 use rule plot_throughput as plot_loss with:
     output:
         report(
-            f"{RESULTS}/figures/loss.png",
+            figure_file("loss"),
             caption="../workflow/report/loss.rst",
             category="Figures",
         ),
@@ -155,7 +154,7 @@ use rule plot_throughput as plot_loss with:
 use rule plot_throughput as plot_mfu_over_time with:
     output:
         report(
-            f"{RESULTS}/figures/mfu_over_time.png",
+            figure_file("mfu_over_time"),
             caption="../workflow/report/mfu_over_time.rst",
             category="Figures",
         ),
@@ -176,7 +175,7 @@ use rule plot_throughput as plot_waterfall with:
         ceilings=f"{RESULTS}/ceilings.json",
     output:
         report(
-            f"{RESULTS}/figures/waterfall.png",
+            figure_file("waterfall"),
             caption="../workflow/report/waterfall.rst",
             category="Figures",
         ),
@@ -191,7 +190,7 @@ use rule plot_throughput as plot_waterfall with:
 use rule plot_waterfall as plot_roofline with:
     output:
         report(
-            f"{RESULTS}/figures/roofline.png",
+            figure_file("roofline"),
             caption="../workflow/report/roofline.rst",
             category="Figures",
         ),
@@ -206,8 +205,8 @@ use rule plot_waterfall as plot_roofline with:
 rule write_report:
     input:
         traces=trace_files(),
-        tables=f"{RESULTS}/tables/runs.csv",
-        figures=expand(f"{RESULTS}/figures/{{figure}}.png", figure=FIGURES),
+        tables=table_file("runs"),
+        figures=[figure_file(name) for name in FIGURES],
         study=f"{RESULTS}/study.json",
         machine=MACHINE_FILE,
     output:

@@ -62,6 +62,7 @@ TEMPLATES = file_digest(
 )
 
 
+TABLES = ("runs", "expectations", "effects", "scaling", "memory", "profiles")
 FIGURES = (
     "throughput",
     "ladder",

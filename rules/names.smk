@@ -52,6 +52,29 @@ def all_results():
     return [run_file(name) for name in STUDY.runs] + memory_limit_files()
 
 
+def table_file(name):
+    return f"{RESULTS}/tables/{name}.csv"
+
+
+def figure_file(name):
+    return f"{RESULTS}/figures/{name}.png"
+
+
+def analysis_files():
+    """All that a finished study has."""
+    return [
+        *all_results(),
+        *trace_files(),
+        MACHINE_FILE,
+        f"{RESULTS}/ceilings.json",
+        f"{RESULTS}/study.json",
+        *[table_file(name) for name in TABLES],
+        *[figure_file(name) for name in FIGURES],
+        *[f"{RESULTS}/{name}" for name in ("report.html", "report.md", "summary.json")],
+        f"{RESULTS}/audit.passed",
+    ]
+
+
 def work_of(name):
     """Where a run leaves what it needs to go on. Trainings and searches go on after a kill, but only with the same
     values and code: other ones start anew, in a folder of their own.

@@ -10,7 +10,7 @@ from factories import make_ceilings, make_model, make_run_config, make_run_log
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mfubench.audit import audit_logs, audit_main, audit_run
+from mfubench.audit import audit_logs, audit_main, audit_paths, audit_run
 from mfubench.audit.counting import count_micro_batches
 from mfubench.audit.main import check
 from mfubench.ceilings import Ceilings
@@ -224,3 +224,23 @@ def test_weak_scaling_compares_like_with_like() -> None:
     assert len(report.weak_scaling) == 1
     assert report.weak_scaling[0]["from"] == "scaling/one" and report.weak_scaling[0]["to"] == "scaling/four"
     assert report.weak_scaling_efficiency == pytest.approx(0.9, abs=0.002)
+
+
+def test_weak_scaling_of_busy_or_impossible_runs_is_objected_to() -> None:
+    step_time_s = make_run_log().measured_steps()[0].step_time_s
+    busy = {"host": {"cpu_percent": {"median": 100.0}, "run_cores": {"median": 0.2}}, "host_limited": None}
+    alone = make_run_log(name="scaling/one", device="cpu")
+    disturbed = make_run_log(name="scaling/four", device="cpu", world_size=4, telemetry=busy)
+    report = audit_logs([alone, disturbed])
+    objection = "no figure of scaling: scaling/four shared the machine with other work"
+    assert report.weak_scaling[0]["objection"] == objection and objection in report.to_text()
+    one = make_run_log(name="scaling/one")
+    swift = make_run_log(name="scaling/four", world_size=4, step_time_s=step_time_s / 5)
+    (series,) = audit_logs([one, swift]).weak_scaling
+    assert series["efficiency"] == pytest.approx(5, rel=0.01) and "more than 105%" in series["objection"]
+
+
+def test_a_run_that_is_named_twice_is_judged_once(tmp_path: Path) -> None:
+    write_study(tmp_path, [make_run_log()])
+    (file,) = (tmp_path / "runs").glob("*/*.json")
+    assert len(audit_paths([tmp_path, tmp_path / "runs", file, file]).runs) == 1

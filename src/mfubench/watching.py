@@ -15,7 +15,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from mfubench import result_files
 from mfubench.config import ConfigError
+from mfubench.result_files import is_run_log, study_of
 from mfubench.run_log import RunLog, Step, read_run_log, read_steps
 from mfubench.train.progress import describe, live_values, palm_mfu_of
 
@@ -56,12 +58,29 @@ def watch_run(path: Path, *, once: bool, interval_s: float) -> None:
 
 
 def look(path: Path) -> View:
-    """The present state of a run JSON or a work folder."""
-    if path.is_file():
-        return view_of_log(read_run_log(path))
-    if not path.is_dir():
-        raise ConfigError(f"{path}: is neither a run JSON nor the work folder of a run")
-    return view_of_folder(path)
+    """The present state of a run: its JSON, its work folder, or a folder above it that holds no other run's as new."""
+    if path.is_dir():
+        return view_of_folder(newest_run(path))
+    if not path.exists():
+        study = study_of(path)
+        work = study / "work" / path.parent.name / path.stem if study is not None else None
+        where = f"while it runs, watch {work}" if work is not None and work.is_dir() else "no run is in progress there"
+        raise ConfigError(f"{path}: does not exist (a run JSON is written when its run ends); {where}")
+    if not is_run_log(result_files.read_json(path)):
+        raise ConfigError(
+            f"{path}: is no run JSON (runs/<stage>/<case>.json); of a memory search watch a trial"
+        )
+    return view_of_log(read_run_log(path))
+
+
+def newest_run(folder: Path) -> Path:
+    """The work folder itself, or of those below it (a case's, a study's) the one with the latest news."""
+    if (folder / "partial.json").exists():
+        return folder
+    found = list(folder.rglob("partial.json"))
+    if not found:
+        raise ConfigError(f"{folder}: no run has started here yet (there is no partial.json below it)")
+    return max(found, key=lambda path: path.stat().st_mtime).parent
 
 
 def view_of_log(log: RunLog) -> View:
@@ -91,8 +110,6 @@ def flatten_card(card: dict[str, Any]) -> dict[str, Any]:
 def view_of_folder(work: Path) -> View:
     """A run that goes on, or one that ended and left its last words in the folder."""
     partial = work / "partial.json"
-    if not partial.exists():
-        raise ConfigError(f"{work}: no run has started here yet (partial.json is missing)")
     log = read_run_log(partial)
     live = read_json(work / "live.json")
     status = live["status"] if live is not None else None

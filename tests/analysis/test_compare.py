@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from mfubench.cli import app
 from mfubench.config import ConfigError
 from mfubench.run_log import read_run_log, write_run_log
 
-REGRESSION = 3
+REGRESSION, NOTHING_COMPARED = 3, 4
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,19 @@ def test_command_line(gpu_study: Path, changed_study: Path):
     assert json.loads(as_json.output)["regressions"] == ["tiers/tier3"]
     with pytest.raises(ConfigError, match="--threshold"):
         runner.invoke(app, ["compare", str(gpu_study), str(gpu_study), "--threshold", "2"], catch_exceptions=False)
+
+
+def test_studies_without_a_common_case_are_not_without_regression(gpu_study: Path, changed_study: Path):
+    for stage in (changed_study / "runs").glob("[!s]*"):
+        stage.rename(stage.with_name(f"other-{stage.name}"))
+    shutil.rmtree(changed_study / "runs" / "scaling")
+    for path in (changed_study / "runs").glob("other-*/*.json"):
+        log = read_run_log(path)
+        write_run_log(path, log.model_copy(update={"name": f"{path.parent.name}/{path.stem}"}))
+    result = CliRunner().invoke(app, ["compare", str(gpu_study), str(changed_study)])
+    assert result.exit_code == NOTHING_COMPARED, result.output
+    assert "nothing compared" in result.output and "no regression" not in result.output
+    assert "not in the first study: other-" in result.output and "not in the second study: baseline" in result.output
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from factories import make_run_log
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import measure
 from mfubench.analysis.scaling import scaling_points
+from mfubench.run_log import Choice
 
 
 def test_series_of_the_example(gpu_study: Path):
@@ -48,7 +49,29 @@ def test_another_micro_batch_is_another_series():
         make_run_log(name="scaling/b-gpus2", world_size=2, parallelism="ddp", micro_batch_size=4),
     ]
     points = scaling_points({log.name: measure(log, None) for log in logs})
-    assert [(point.series, point.efficiency) for point in points] == [("a", 1.0), ("b", 1.0)]
+    assert [(point.series, point.efficiency) for point in points] == [("a", None), ("b", None)]
+
+
+def test_cases_of_one_name_that_ran_otherwise_are_two_series():
+    """`auto` may choose one attention on one GPU and another on two: their rates are not set against each other."""
+
+    def log(case, attention, world_size, step_time_s):
+        made = make_run_log(name=case, world_size=world_size, parallelism="ddp", step_time_s=step_time_s)
+        made.used["attention"] = Choice(requested="auto", used=attention, reason="measured")
+        return made
+
+    logs = [
+        log("scaling/a-gpus1", "cudnn", 1, 1.0),
+        log("scaling/a-gpus2", "fa3", 2, 1.0),
+        log("baseline/same", "cudnn", 2, 1.25),
+    ]
+    points = scaling_points({log.name: measure(log, None) for log in logs})
+    found = {(point.series, point.world_size): point.efficiency for point in points}
+    assert found == {
+        ("a (attention cudnn)", 1): 1.0,
+        ("a (attention cudnn)", 2): pytest.approx(0.8, rel=0.02),
+        ("a (attention fa3)", 2): None,
+    }
 
 
 def test_efficiency_is_the_ratio_of_the_rates_shown():

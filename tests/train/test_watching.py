@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
@@ -41,6 +42,21 @@ def test_a_finished_run_is_shown_at_once(tmp_path, capsys):
     watch_run(tmp_path / "run.json", once=False, interval_s=0.1)
     text = capsys.readouterr().out
     assert "MFU (palm)" in text and "loss" in text and "finished" in text and "left" not in text
+
+
+def test_a_folder_above_shows_its_latest_run_and_what_is_no_run_is_said(tmp_path, capsys):
+    work = tmp_path / "work" / "tiers" / "tier1" / "0a1b2c3d"
+    for folder, name in ((tmp_path / "work" / "tiers" / "tier0", "tiers/tier0"), (work, "tiers/tier1")):
+        folder.mkdir(parents=True)
+        write_run_log(folder / "partial.json", make_run_log(name=name))
+    os.utime(tmp_path / "work" / "tiers" / "tier0" / "partial.json", (1, 1))
+    for folder in (tmp_path, work.parent, work):
+        assert look(folder).name == "tiers/tier1"
+    with pytest.raises(ConfigError, match=r"does not exist .*while it runs, watch .*work/tiers/tier1"):
+        look(tmp_path / "runs" / "tiers" / "tier1.json")
+    write_json(tmp_path / "memory" / "5.1-limit.json", {"trials": []})
+    with pytest.raises(ConfigError, match="is no run JSON"):
+        look(tmp_path / "memory" / "5.1-limit.json")
 
 
 ADAPTIVE = {"adaptive": True, "warmup_steps": 1, "min_steps": 4, "tolerance": 0.99}
@@ -107,7 +123,7 @@ def test_plot_of_a_gpu_run_and_of_one_without_steps(tmp_path):
 
 
 def test_nothing_there_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="neither a run JSON nor the work folder"):
+    with pytest.raises(ConfigError, match=r"does not exist .* no run is in progress there"):
         look(tmp_path / "missing")
 
 

@@ -36,6 +36,24 @@ def test_a_lost_trace_is_taken_from_the_work_folder_again(project):
     ]
 
 
+@pytest.mark.parametrize(
+    ("lost", "rule"),
+    [
+        ("runs/baseline/large.json", "run_baseline"),
+        ("memory/limit.json", "search_memory"),
+        ("tables/scaling.csv", "tabulate_runs"),
+        ("figures/ladder.png", "plot_ladder"),
+        ("report.md", "write_report"),
+    ],
+)
+def test_a_lost_artifact_is_made_again_by_the_default_call(project, lost, rule):
+    (project.results / lost).unlink()
+    jobs = project.stale()
+    (made,) = [job for job in jobs if job.startswith(rule)]
+    assert f"results/minimal/{lost}" in made
+    assert all(is_analysis(job.split()[0]) for job in jobs if job != made)
+
+
 def test_an_evaluation_starts_from_the_trainings_checkpoint_and_is_stale_with_it(project):
     log = read_run_log(project.results / "runs" / "training" / "evaluate.json")
     before = read_run_log(project.results / "runs" / "training" / "pretrain.json")

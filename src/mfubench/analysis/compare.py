@@ -15,6 +15,7 @@ from mfubench.analysis.study import Study, base_name, load_study, machine_of
 Verdict = Literal[
     "regression", "broken", "slower", "faster", "no difference", "other model", "only in one", "not measured"
 ]
+JUDGED: tuple[Verdict, ...] = ("regression", "broken", "slower", "faster", "no difference")
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,17 @@ class StudyComparison:
         """What the second study does worse: slower by more than the threshold and the spread, or no longer at all."""
         return [change for change in self.changes if change.verdict in ("regression", "broken")]
 
+    @property
+    def compared(self) -> list[CaseChange]:
+        """What has a verdict on its speed, or on its end."""
+        return [change for change in self.changes if change.verdict in JUDGED]
+
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "regressions": [change.case for change in self.regressions]}
+        return {
+            **asdict(self),
+            "compared": [change.case for change in self.compared],
+            "regressions": [change.case for change in self.regressions],
+        }
 
 
 def compare_studies(first: Path | str, second: Path | str, threshold: float) -> StudyComparison:

@@ -25,12 +25,20 @@ def print_comparison(comparison: StudyComparison, console: Console | None = None
             overflow="fold" if title == "case" else "ellipsis",  # names stay whole
         )
     for change in comparison.changes:
-        table.add_row(*row_of(change), style=STYLES.get(change.verdict))
-    console.print(table)
+        if change.verdict != "only in one":
+            table.add_row(*row_of(change), style=STYLES.get(change.verdict))
+    if table.row_count:
+        console.print(table)
+    for side in ("not in the first study", "not in the second study"):
+        if names := [change.case for change in comparison.changes if change.reason == side]:
+            console.print(f"{side}: {', '.join(names)}", highlight=False)
     for change in comparison.changes:
         if change.differs_in:
             differences = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in change.differs_in.items())
             console.print(f"{change.case} ran with other settings: {differences}", highlight=False)
+    if not comparison.compared:
+        console.print("nothing compared: no case was measured in both studies", style="bold red", highlight=False)
+        return
     console.print(basis_of(comparison), highlight=False)
     worse = ", ".join(change.case for change in comparison.regressions)
     verdict = f"regression: {worse}" if worse else f"no regression beyond {format_percent(comparison.threshold)}"

@@ -25,7 +25,7 @@ class ScalingPoint:
     world_size: int
     tokens_per_s_per_gpu: float
     tokens_per_s: float
-    efficiency: float  # rate per GPU over that of the smallest world size
+    efficiency: float | None  # rate per GPU over that of the smallest world size; None where there is no other size
     interval: Interval | None  # 95 %, of the efficiency; None at the smallest
     reference_world_size: int
     processes: int  # that ran these settings, under whatever case name
@@ -52,7 +52,7 @@ def scaling_points(measures: dict[str, Measures]) -> list[ScalingPoint]:
                     world_size=world_size,
                     tokens_per_s_per_gpu=rate,
                     tokens_per_s=rate * world_size,
-                    efficiency=rate / rate_of(reference),
+                    efficiency=rate / rate_of(reference) if len(members) > 1 else None,
                     interval=interval,
                     reference_world_size=smallest,
                     processes=len(runs),
@@ -67,23 +67,41 @@ def rate_of(runs: Sequence[Measures]) -> float:
 
 
 def series_of(measures: dict[str, Measures]) -> dict[str, dict[int, list[Measures]]]:
-    """series -> world size -> runs. A series is named after its scaling cases."""
+    """series -> world size -> runs. A series is named after its scaling cases.
+
+    Cases of one name that ran otherwise (`auto` chose another attention for more GPUs) are series of their own, each
+    with what it ran in its name.
+    """
     by_settings: dict[str, list[Measures]] = {}
     for judged in measures.values():
         if judged.log.status != "ok" or judged.tokens_per_s_per_gpu is None or judged.log.config.stage == "smoke":
             continue
         by_settings.setdefault(series_key(judged.log), []).append(judged)
 
-    series: dict[str, dict[int, list[Measures]]] = {}
-    for runs in by_settings.values():
+    named: dict[str, dict[str, list[Measures]]] = {}  # case name without its world size -> key -> runs
+    for key, runs in by_settings.items():
         names = [WORLD_SIZE_SUFFIX.sub("", run.log.config.case) for run in runs if run.log.config.stage == "scaling"]
-        if not names:
-            continue
-        members: dict[int, list[Measures]] = {}
-        for run in runs:
-            members.setdefault(run.log.config.world_size, []).append(run)
-        series[names[0]] = members
-    return dict(sorted(series.items()))
+        if names:
+            named.setdefault(names[0], {})[key] = runs
+
+    series: dict[str, dict[int, list[Measures]]] = {}
+    for name, groups in sorted(named.items()):
+        for key, runs in groups.items():
+            members = series.setdefault(name + what_differs(key, list(groups)), {})
+            for run in runs:
+                members.setdefault(run.log.config.world_size, []).append(run)
+    return series
+
+
+def what_differs(key: str, keys: Sequence[str]) -> str:
+    """The settings of one series that are not those of all series of its name, as ` (attention fa3)`."""
+    own, all_of_them = json.loads(key), [json.loads(other) for other in keys]
+    differing = [
+        f"{setting} {value}"
+        for setting, value in own.items()
+        if any(setting in other and other[setting] != value for other in all_of_them)
+    ]
+    return f" ({', '.join(differing)})" if differing else ""
 
 
 def series_key(log: RunLog) -> str:

@@ -202,7 +202,7 @@ def read_as(schema: type[Any], path: Path) -> Any:
     except ValidationError as error:
         fault = error.errors()[0]
         where = ".".join(str(part) for part in fault["loc"])
-        raise ConfigError(f"{path}: {where}: {fault['msg']}") from None
+        raise ConfigError(f"{path}: {where}: {fault['msg']}; delete it and run the workflow again") from None
 
 
 def machine_of(environment: Environment) -> str:

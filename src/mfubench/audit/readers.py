@@ -28,19 +28,31 @@ class Source:
 
 
 def read_sources(paths: Iterable[Path]) -> list[Source]:
-    """Read all files; folders are searched for run JSONs. Raises ConfigError naming the file and what is wrong."""
-    sources = [source for path in paths for source in read_path(path)]
+    """Read all files, each once; folders are searched for run JSONs.
+
+    Raises ConfigError naming the file and what is wrong.
+    """
+    sources: list[Source] = []
+    seen: set[Path] = set()
+    for file in (file for path in paths for file in files_of(path)):
+        if (resolved := file.resolve()) not in seen:
+            seen.add(resolved)
+            sources += read_file(file)
     if not sources:
         raise ConfigError("audit: no run found; give run JSONs, legacy logs, files of reported figures, or folders")
     return sources
 
 
-def read_path(path: Path) -> Iterator[Source]:
-    if path.is_dir():
-        for file in find_results(path):
-            if is_run_log(read_json(file)):
-                yield Source(file, log=read_run_log(file))
+def files_of(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
         return
+    for file in find_results(path):
+        if is_run_log(read_json(file)):
+            yield file
+
+
+def read_file(path: Path) -> Iterator[Source]:
     values = read_json(path)
     if is_run_log(values):
         yield Source(path, log=read_run_log(path))

@@ -54,9 +54,10 @@ class AuditReport:
                 )
         for series in self.weak_scaling:
             a, b = series["world_sizes"]
+            objection = f" ({series['objection']})" if series["objection"] else ""
             lines.append(
                 f"weak scaling, {series['from']} → {series['to']} ({a} → {b} {series['unit']}): "
-                f"{series['efficiency']:.2%}"
+                f"{series['efficiency']:.2%}{objection}"
             )
         return "\n".join([*lines, self.verdict()])
 

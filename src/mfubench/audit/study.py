@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import combinations
+from typing import Any
 
 from mfubench.audit.findings import Finding, RunVerdict, plural
 from mfubench.config import RunConfig
@@ -17,6 +18,7 @@ REPEAT = re.compile(r"-repeat\d+$")
 RECORDED = ("attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8")
 NOT_COMPARED = ("name", "repeat", "seed", "measurement", "requires", "contrast_attention", "evaluation", "checkpoint")
 STAGES_WITHOUT_ARMS = ("smoke", "memory", "training")
+MOST_EFFICIENT = 1.05  # of weak scaling: memory that is sharded, or cards that differ, explain some percent at the most
 
 
 def audit_study(logs: Sequence[RunLog]) -> dict[str, list[Finding]]:
@@ -116,38 +118,45 @@ def group_of(log: RunLog) -> tuple:
     return json.dumps(settings, sort_keys=True), json.dumps(used, sort_keys=True), machine_of(log)
 
 
-def weak_scaling(verdicts: Iterable[RunVerdict]) -> list[dict]:
+def weak_scaling(verdicts: Iterable[RunVerdict]) -> list[dict[str, Any]]:
     """Efficiency of each group of runs with several world sizes: tokens/s/GPU of the largest over the smallest's.
 
-    Of several runs of one world size the geometric mean, as in the report.
+    Of several runs of one world size the geometric mean, as in the report. `objection`: why it says nothing of scaling.
     """
-    rates: dict[tuple, dict[int, list[float]]] = {}
-    names: dict[tuple, dict[int, str]] = {}
-    units: dict[tuple, str] = {}
+    series: dict[tuple, dict[int, list[RunVerdict]]] = {}
     for verdict in verdicts:
         if verdict.group is None or not verdict.true_tokens_per_s:
             continue
-        world_size = verdict.world_size
-        rates.setdefault(verdict.group, {}).setdefault(world_size, []).append(verdict.true_tokens_per_s / world_size)
-        names.setdefault(verdict.group, {}).setdefault(world_size, verdict.name)
-        units[verdict.group] = plural(verdict.unit)
-    series = []
-    for group, by_size in rates.items():
-        if len(by_size) < 2:
-            continue
-        smallest, largest = min(by_size), max(by_size)
-        rate = {size: statistics.geometric_mean(by_size[size]) for size in (smallest, largest)}
-        series.append(
-            {
-                "from": describe_runs(names[group][smallest], len(by_size[smallest])),
-                "to": describe_runs(names[group][largest], len(by_size[largest])),
-                "world_sizes": [smallest, largest],
-                "unit": units[group],
-                "efficiency": round(rate[largest] / rate[smallest], 4),
-            }
-        )
-    return series
+        series.setdefault(verdict.group, {}).setdefault(verdict.world_size, []).append(verdict)
+    return [compare_ends(by_size) for by_size in series.values() if len(by_size) > 1]
 
 
-def describe_runs(name: str, count: int) -> str:
-    return name if count == 1 else f"{name} and {count - 1} more with its settings"
+def compare_ends(by_size: dict[int, list[RunVerdict]]) -> dict[str, Any]:
+    """The largest world size against the smallest."""
+    smallest, largest = min(by_size), max(by_size)
+    few, many = by_size[smallest], by_size[largest]
+    efficiency = rate_per_gpu(many) / rate_per_gpu(few)
+    busy = [run.name for run in (*few, *many) if "machine_was_busy" in run.codes]
+    objection = None
+    if busy:
+        objection = f"no figure of scaling: {', '.join(busy)} shared the machine with other work"
+    elif efficiency > MOST_EFFICIENT:
+        objection = f"more than {MOST_EFFICIENT:.0%} is no scaling: the runs differ in something that no record holds"
+    return {
+        "from": describe_runs(few),
+        "to": describe_runs(many),
+        "world_sizes": [smallest, largest],
+        "unit": plural(many[-1].unit),
+        "efficiency": round(efficiency, 4),
+        "objection": objection,
+    }
+
+
+def rate_per_gpu(runs: Sequence[RunVerdict]) -> float:
+    """tokens/s/GPU, the geometric mean of runs that have a rate."""
+    return statistics.geometric_mean((run.true_tokens_per_s or 0.0) / run.world_size for run in runs)
+
+
+def describe_runs(runs: Sequence[RunVerdict]) -> str:
+    name = runs[0].name
+    return name if len(runs) == 1 else f"{name} and {len(runs) - 1} more with its settings"

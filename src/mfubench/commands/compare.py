@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-REGRESSION = 3  # exit code: neither a fault of the input (1) nor of the command line (2)
+# Exit codes: neither a fault of the input (1) nor of the command line (2)
+REGRESSION = 3
+NOTHING_COMPARED = 4
 
 
 def compare(
@@ -18,7 +20,8 @@ def compare(
 ) -> None:
     """Compare two studies case by case: another card, week or commit.
 
-    Exits with 3 where the second lost more than the threshold, beyond the spread, in any case.
+    Exits with 3 where the second lost more than the threshold, beyond the spread, in any case, and with 4 where no case
+    could be compared.
     """
     import json
 
@@ -36,3 +39,5 @@ def compare(
         print_comparison(comparison)
     if comparison.regressions:
         raise typer.Exit(REGRESSION)
+    if not comparison.compared:
+        raise typer.Exit(NOTHING_COMPARED)

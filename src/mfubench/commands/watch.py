@@ -9,7 +9,7 @@ import typer
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="A run JSON, or the work folder of a run that goes on.")],
+    run: Annotated[Path, typer.Argument(help="A run JSON, a run's work folder, or a study's folder: its latest run.")],
     once: Annotated[bool, typer.Option("--once", help="Show the present state and leave.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 1.0,
 ) -> None:

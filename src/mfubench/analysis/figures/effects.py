@@ -24,7 +24,7 @@ from mfubench.analysis.figures.style import (
 )
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.statistics import ProcessSpread, process_half_width
-from mfubench.analysis.units import format_interval, format_signed_percent
+from mfubench.analysis.units import TOO_NOISY, format_interval, format_signed_percent
 
 TITLE = "What each setting is worth"
 ROW = 0.46  # inches
@@ -97,8 +97,11 @@ def effect_label(effect: Effect) -> str:
 def value_label(effect: Effect) -> str:
     assert effect.difference is not None
     change = format_signed_percent(effect.difference.change)
+    interval = format_interval(effect.difference.interval)
+    if interval == TOO_NOISY:
+        return TOO_NOISY
     verdict = "no difference" if effect.verdict == "no difference" else change
-    return f"{verdict}\n({format_interval(effect.difference.interval)})"
+    return f"{verdict}\n({interval})"
 
 
 def no_difference_band(spread: ProcessSpread | None) -> float:

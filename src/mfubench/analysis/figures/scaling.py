@@ -27,21 +27,27 @@ TITLE = "What is left of a GPU's rate when there are more of them"
 
 def draw(found: Findings, theme: Theme) -> Figure:
     unit = per_gpu(found).rsplit("/", 1)[1]
-    sizes = {point.world_size for point in found.scaling}
-    if len(sizes) < 2:
-        there = f"only world size {min(sizes)} was measured" if sizes else "no case of the stage scaling was measured"
+    curves: dict[str, list[tuple[ScalingPoint, float]]] = {}  # with their efficiency
+    for point in found.scaling:
+        if point.efficiency is not None:
+            curves.setdefault(point.series, []).append((point, point.efficiency))
+    if not curves:
+        measured = {point.world_size for point in found.scaling}
+        there = "no series has two" if measured else "no case of the stage scaling was measured"
+        if len(measured) == 1:
+            there = f"only world size {min(measured)} was measured"
         return empty_figure(theme, TITLE, machine_label(found), f"{there}; a curve needs two world sizes")
+    sizes = sorted({point.world_size for points in curves.values() for point, _ in points})
     subtitle = (
         f"{machine_label(found)} · weak scaling: the same work for each {unit} · efficiency: rate per {unit} over that "
         "of the series' smallest world size, bars: 95 % interval"
     )
     figure = titled_figure(theme, TITLE, subtitle, 3.5)
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
-    series = list(dict.fromkeys(point.series for point in found.scaling))
-    for position, name in enumerate(series):
-        points = [point for point in found.scaling if point.series == name]
+    for position, (name, curve) in enumerate(curves.items()):
+        points = [point for point, _ in curve]
         color, marker = theme.series[position % len(theme.series)], MARKERS[position % len(MARKERS)]
-        draw_efficiency(left, points, name, color, marker, nudge=1 + 0.02 * (position - (len(series) - 1) / 2))
+        draw_efficiency(left, curve, name, color, marker, nudge=1 + 0.02 * (position - (len(curves) - 1) / 2))
         right.plot([p.world_size for p in points], [p.tokens_per_s for p in points], marker=marker, color=color)
         right.annotate(format_count(points[-1].tokens_per_s), (points[-1].world_size, points[-1].tokens_per_s),
                        xytext=(-6, 6), textcoords="offset points", ha="right", size=8.5)  # fmt: skip
@@ -51,11 +57,13 @@ def draw(found: Findings, theme: Theme) -> Figure:
     for axes in (left, right):
         plain_axes(axes, "y")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted(sizes), [str(size) for size in sorted(sizes)])
+        axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.minorticks_off()
         axes.set_xlabel("GPUs" if unit == "GPU" else "processes")
     left.axhline(1, color=theme.muted, linewidth=0.9, linestyle=(0, (2, 3)))
-    lowest = min(point.interval.low if point.interval else point.efficiency for point in found.scaling)
+    lowest = min(
+        point.interval.low if point.interval else efficiency for curve in curves.values() for point, efficiency in curve
+    )
     left.set_ylim(max(0.0, min(0.9, lowest - 0.1 * (1.1 - lowest))), 1.03)
     left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
     left.set_title(f"efficiency per {unit} (axis does not start at 0)", loc="left", color=theme.muted, weight="bold")
@@ -68,16 +76,18 @@ def draw(found: Findings, theme: Theme) -> Figure:
     return figure
 
 
-def draw_efficiency(axes: Axes, points: list[ScalingPoint], name: str, color: str, marker: str, nudge: float) -> None:
+def draw_efficiency(
+    axes: Axes, curve: list[tuple[ScalingPoint, float]], name: str, color: str, marker: str, nudge: float
+) -> None:
     """One series; `nudge` sets its points a little aside, so that intervals do not cover one another."""
-    where = [point.world_size * nudge for point in points]
-    last = points[-1]
-    label = f"{name}: {100 * last.efficiency:.1f} % at {last.world_size}"
-    axes.plot(where, [point.efficiency for point in points], marker=marker, color=color, label=label)
-    for x, point in zip(where, points, strict=True):
+    last, at_last = curve[-1]
+    where = [point.world_size * nudge for point, _ in curve]
+    label = f"{name}: {100 * at_last:.1f} % at {last.world_size}"
+    axes.plot(where, [efficiency for _, efficiency in curve], marker=marker, color=color, label=label)
+    for x, (point, efficiency) in zip(where, curve, strict=True):
         if point.interval is not None:
-            below, above = point.efficiency - point.interval.low, point.interval.high - point.efficiency
-            axes.errorbar(x, point.efficiency, yerr=[[below], [above]], color=color, capsize=3, linewidth=1.2)
+            below, above = efficiency - point.interval.low, point.interval.high - efficiency
+            axes.errorbar(x, efficiency, yerr=[[below], [above]], color=color, capsize=3, linewidth=1.2)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

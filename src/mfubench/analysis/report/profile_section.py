@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mfubench.analysis.effects import why_missing
 from mfubench.analysis.figures import roofline, waterfall
 from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
@@ -61,7 +62,11 @@ def profile_section(found: Findings) -> Section:
         for name, case in found.study.declared.cases.items()
         if (case.get("measurement") or {}).get("profile") == "timeline" and name not in found.study.traces
     ]
-    reasons = dict.fromkeys(wanted, "its trace is not there yet") | missing
+    unprofiled = {
+        name: "its trace is not there yet" if name in found.study.runs else why_missing(found.study, name)
+        for name in wanted
+    }
+    reasons = unprofiled | missing
     if not profiles:
         section.blocks.append(Text("**No case of this study has a profile**, so its steps are not taken apart here."))
     else:
