@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from mfubench.job import add_job_arguments, cards_for_job, write_stamp
 from mfubench.slurm import needs_step, run_step
 from mfubench.stop_signals import run_handing_on
 from mfubench.train.arguments import paths_of, read_config
+from mfubench.train.checkpoint_folders import print_way_on
 from mfubench.train.failures import remove_stale
 from mfubench.train.watchdog import JOB
 
@@ -46,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if code == 0:
             write_stamp(arguments)
+        elif code < 0:  # else the launcher itself has said how the run ended
+            print(f"error: the training process was killed by {signal.Signals(-code).name}", file=sys.stderr)
+            print_way_on(paths_of(arguments).checkpoints)
         return code
     except (ConfigError, TimeoutError) as error:
         print(f"error: {error}", file=sys.stderr)

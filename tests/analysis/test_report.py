@@ -3,12 +3,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from analysis.example_study import add_untried_case, make_gpu_log, write_gpu_study, write_memory_search
 
+from mfubench import cli
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report import main, write_report
 from mfubench.analysis.report.render import inline_html, markdown_cell, sections_of
@@ -311,6 +313,27 @@ def test_a_run_that_only_evaluates_has_its_row(changed_study: Path):
     write_run_log(changed_study / "runs" / "training" / "evaluate.json", log.model_copy(update=changes))
     words = " ".join(page_of(changed_study).words.split())
     assert re.search(r"training/evaluate ?0 ?– ?– ?3\.\d\d\d", words)
+
+
+@pytest.mark.faults
+def test_a_report_that_cannot_be_written_is_one_line(
+    changed_study: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    def refused(html: Path, why: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["mfubench", "report", str(changed_study), "--output", str(html)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 1
+        advice = "make room, or name another file with --output"
+        assert capsys.readouterr().err == f"error: {html}: the report cannot be written there ({why}); {advice}\n"
+
+    (tmp_path / "file").touch()
+    refused(tmp_path / "file" / "reports" / "report.html", "Not a directory")
+    with open(small_disk / "somebody-elses", "wb", buffering=0) as stream, pytest.raises(OSError, match="No space"):
+        while stream.write(bytes(65536)):
+            pass
+    refused(small_disk / "report.html", "No space left on device")
+    assert [path.name for path in small_disk.iterdir()] == ["somebody-elses"]
 
 
 def test_inline_text_is_escaped():

@@ -23,7 +23,7 @@ from train.train_runs import (
 
 from mfubench.config import ConfigError
 from mfubench.run_log import read_run_log
-from mfubench.train import failures
+from mfubench.train import checkpoint_folders, failures
 from mfubench.train.launch import main
 from mfubench.train.lock import sole_writer
 
@@ -169,18 +169,6 @@ def test_a_clock_that_is_set_changes_no_duration(jump_s, data, tmp_path):
     assert all(0 <= phase.time_s < elapsed_s for phase in log.phases)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of two megabytes. Skips where none may be made."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no disk can be mounted here: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "--lazy", disk], check=True)
-
-
 @pytest.mark.faults
 @pytest.mark.slow
 def test_a_disk_that_fills_is_said_and_the_run_goes_on_once_there_is_room(small_disk, data):
@@ -227,10 +215,61 @@ def test_an_unwritable_folder_is_told_before_training(data, tmp_path, capfd):
     assert "cannot be written to" in capfd.readouterr().err
 
 
-def test_stale_results_are_not_taken_for_new_ones(data, tmp_path):
+@pytest.mark.parametrize("planted", [{"PLANT": "error"}, {"PLANT": "kill", "PLANT_RANK": "1"}], ids=str)
+def test_stale_results_are_not_taken_for_new_ones(planted, data, tmp_path):
     run_here(tiny_config(max_iters=2), data, tmp_path)
-    assert main(run_arguments(tiny_config(model={"vocab_size": 50}), data, tmp_path)) == 1
+    code, stderr = finish_run(start_run(tiny_config(**TWO_RANKS), data, tmp_path, script="planted.py", **planted))
+    assert code == 1 and "rank" in stderr
     assert not (tmp_path / "run.json").exists()
+
+
+@pytest.mark.faults
+def test_an_attempt_that_is_refused_leaves_an_earlier_result_and_its_checkpoint(data, tmp_path, monkeypatch, capfd):
+    config = tiny_config(max_iters=2, checkpoint={"at_end": True})
+    run_here(config, data, tmp_path)
+    (tmp_path / "trace.json.gz").write_bytes(b"a trace")
+    result = (tmp_path / "run.json").read_bytes()
+    only = tiny_config(evaluation={"only": True})
+
+    def refused(config, data, *extra) -> str:
+        capfd.readouterr()
+        assert main(run_arguments(config, data, tmp_path, *extra)) == 1
+        assert (tmp_path / "run.json").read_bytes() == result and (tmp_path / "trace.json.gz").exists()
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+        assert failure(tmp_path)["kind"] == "refused"
+        told = capfd.readouterr().err
+        assert "run.json is an earlier run's result, which stays" in told
+        return told
+
+    assert "there is no such folder" in refused(config, tmp_path / "nowhere", "--resume", "never")
+    assert "vocab_size 50" in refused(tiny_config(model={"vocab_size": 50}), data, "--resume", "never")
+    assert "is a checkpoint of another run" in refused(tiny_config(seed=5), data)
+    assert "evaluation.only needs a checkpoint" in refused(only, data, "--resume", "never")
+    monkeypatch.setenv("MFUBENCH_TRACKERS", "paper")
+    assert "unknown tracker 'paper'" in refused(config, data)
+    monkeypatch.delenv("MFUBENCH_TRACKERS")
+    huge = tiny_config(checkpoint={"at_end": True})
+    monkeypatch.setattr(checkpoint_folders, "BYTES_A_PARAMETER", 10**15)
+    assert "a checkpoint needs" in refused(huge, data, "--resume", "never")
+
+
+@pytest.mark.faults
+def test_out_of_memory_before_the_first_step_is_not_given_the_steps_of_an_earlier_run(data, tmp_path):
+    run_here(tiny_config(max_iters=2), data, tmp_path)
+    (tmp_path / "trace.json.gz").write_bytes(b"a trace")
+    log = run(tiny_config(), data, tmp_path, script="planted.py", PLANT="large model")
+    assert log.status == "oom" and log.steps == []
+    assert not (tmp_path / "trace.json.gz").exists()
+
+
+@pytest.mark.faults
+def test_a_cache_that_cannot_be_written_to_is_told_before_training(data, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MFUBENCH_CACHE", str(tmp_path / "file"))
+    config = tiny_config(compile="block", max_iters=2)
+    assert main(run_arguments(config, data, tmp_path)) == 1
+    assert "set MFUBENCH_CACHE" in failure(tmp_path)["reason"] and failure(tmp_path)["kind"] == "refused"
+    assert run_here(tiny_config(max_iters=2), data, tmp_path).status == "ok"  # which compiles nothing
 
 
 @pytest.mark.parametrize(

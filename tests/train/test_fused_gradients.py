@@ -236,6 +236,7 @@ def test_a_run_that_requires_a_fused_kernel_is_skipped_without_one(data, tmp_pat
     assert "swiglu: fused was asked for, plain is what there is" in log.reason
 
 
-def test_a_recomputed_product_and_fp8_exclude_each_other():
-    with pytest.raises(ValueError, match=r"kernels\.swiglu: recompute .* use fused"):
-        tiny_config(dtype="bfloat16", fp8=True, kernels={"swiglu": "recompute"})
+@pytest.mark.parametrize("kind", ["recompute", "matmul"])
+def test_swiglu_with_matmuls_of_its_own_and_fp8_exclude_each_other(kind):
+    with pytest.raises(ValueError, match=rf"kernels\.swiglu: {kind} .* use fused"):
+        tiny_config(dtype="bfloat16", fp8=True, kernels={"swiglu": kind})

@@ -12,11 +12,12 @@ import time
 
 import psutil
 import pytest
-from train.train_runs import finish_run, losses, run, run_here, start_run, tiny_config
+from train.train_runs import finish_run, losses, run, run_arguments, run_here, start_run, tiny_config
 
 from mfubench.config import ConfigError
 from mfubench.run_log import read_run_log
-from mfubench.train import checkpoint
+from mfubench.train.checkpoint_folders import complete, latest, prepare_folder
+from mfubench.train.launch import main
 
 EVERY_5 = {"interval": 5}
 
@@ -72,7 +73,7 @@ def test_one_process_stopped_and_resumed_is_bit_for_bit_the_same(data, tmp_path)
 
 def test_keep_last_and_keep_all(data, tmp_path):
     run_here(tiny_config(checkpoint={"interval": 5, "keep": "all"}), data, tmp_path / "all")
-    names = [path.name for path in checkpoint.complete(tmp_path / "all" / "checkpoints")]
+    names = [path.name for path in complete(tmp_path / "all" / "checkpoints")]
     assert names == ["step-000005", "step-000010", "step-000015", "step-000020"]
     run_here(tiny_config(checkpoint={"interval": 5}), data, tmp_path / "last")
     assert [path.name for path in (tmp_path / "last" / "checkpoints").iterdir()] == ["step-000020"]
@@ -88,20 +89,32 @@ def test_a_run_that_is_complete_trains_no_further(data, tmp_path):
     assert again.wall.training_tokens == 0
 
 
-def test_never_starts_anew(data, tmp_path):
+def test_never_starts_anew_and_says_what_is_lost(data, tmp_path, capfd):
     run_here(tiny_config(max_iters=5, checkpoint={"at_end": True}), data, tmp_path)
     log = run_here(tiny_config(max_iters=6), data, tmp_path, "--resume", "never")
+    assert f"starting anew: {tmp_path / 'checkpoints' / 'step-000005'}, an" in capfd.readouterr().err
+    assert latest(tmp_path / "checkpoints") is None
     assert log.resumes == []
     assert [step.step for step in log.steps] == list(range(6))
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
-    ("change", "message"), [({"seq_len": 8}, "seq_len: 16 there, 8 here"), ({"seed": 5}, "seed: 1234 there, 5 here")]
+    ("change", "message"),
+    [
+        ({"seq_len": 8, "seed": 5}, "seq_len: 16 there, 8 here; seed: 1234 there, 5 here"),
+        ({"model": {"num_hidden_layers": 3}}, "model.num_hidden_layers: 2 there, 3 here"),
+    ],
 )
-def test_a_checkpoint_of_another_run_is_refused(change, message, data, tmp_path):
+def test_a_checkpoint_of_another_run_is_refused_in_one_line(change, message, data, tmp_path, capfd):
     run_here(tiny_config(max_iters=2, checkpoint={"at_end": True}), data, tmp_path)
-    with pytest.raises(AssertionError, match=message):
-        run_here(tiny_config(**change), data, tmp_path)
+    assert main(run_arguments(tiny_config(**change), data, tmp_path)) == 1
+    folder = tmp_path / "checkpoints"
+    line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("error: "))
+    assert f"{folder / 'step-000002'}: is a checkpoint of another run than this one: {message}. " in line
+    assert line.endswith(f"or remove {folder} to start anew")
+    shutil.rmtree(folder)
+    assert run_here(tiny_config(**change), data, tmp_path).resumes == []
 
 
 @pytest.mark.faults
@@ -119,6 +132,15 @@ def test_sigkill_of_a_rank_at_a_random_instant(parallelism, victim, two_ranks, d
     assert not (tmp_path / "run.json").exists()
     resumed = run(config, data, tmp_path)
     assert losses(resumed) == two_ranks(parallelism)
+
+
+@pytest.mark.faults
+def test_sigkill_of_a_rank_is_told_with_the_checkpoint_to_go_on_from(data, tmp_path):
+    config = tiny_config(world_size=2, micro_batch_size=4, checkpoint=EVERY_5)
+    planted = {"PLANT": "kill", "PLANT_RANK": "1", "PLANT_STEP": "8"}
+    code, stderr = finish_run(start_run(config, data, tmp_path, script="planted.py", **planted))
+    assert code == 1 and "rank 1: the process was killed by SIGKILL" in stderr
+    assert f"checkpoint: {tmp_path / 'checkpoints' / 'step-000005'}; " in stderr and "--resume" in stderr
 
 
 @pytest.mark.faults
@@ -149,6 +171,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(name, damage
     whole = run_here(tiny_config(max_iters=12), data, tmp_path / "whole")
     work = tmp_path / "parts"
     run_here(tiny_config(max_iters=10, checkpoint={"interval": 5, "keep": "all"}), data, work)
+    result = (work / "run.json").read_bytes()
     damaged = work / "checkpoints" / "step-000010"
     if damage == "missing":
         (damaged / name).unlink()
@@ -156,7 +179,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(name, damage
         os.truncate(damaged / name, (damaged / name).stat().st_size // 2)
     with pytest.raises(AssertionError, match=r"step-000010.*this checkpoint is damaged .* Remove its folder"):
         run_here(tiny_config(max_iters=12), data, work)
-    assert not (work / "run.json").exists()
+    assert (work / "run.json").read_bytes() == result
     shutil.rmtree(damaged)
     resumed = run_here(tiny_config(max_iters=12), data, work)
     assert [resume.step for resume in resumed.resumes] == [5]
@@ -171,7 +194,7 @@ def test_sigkill_during_a_checkpoint_write_leaves_the_previous_one(victim, two_r
     process = start_run(config, data, tmp_path, script="killed_while_writing.py", KILL_AT="10", KILL_RANK=str(victim))
     code, _ = finish_run(process)
     assert code == 1
-    assert checkpoint.latest(tmp_path / "checkpoints").name == "step-000005"
+    assert latest(tmp_path / "checkpoints").name == "step-000005"
     resumed = run(config, data, tmp_path)
     assert [resume.step for resume in resumed.resumes] == [5]
     assert losses(resumed) == two_ranks("ddp")
@@ -241,7 +264,7 @@ def test_half_precision_resumes_exactly(dtype, data, tmp_path):
 @pytest.mark.faults
 def test_a_disk_that_is_too_full_is_told_before_training(tmp_path):
     with pytest.raises(ConfigError, match="the disk has"):
-        checkpoint.prepare_folder(tmp_path, True, tiny_config(checkpoint=EVERY_5), parameters=10**15)
+        prepare_folder(tmp_path, True, tiny_config(checkpoint=EVERY_5), parameters=10**15)
 
 
 def test_evaluation_only_needs_and_uses_a_checkpoint(data, tmp_path):

@@ -12,9 +12,9 @@ from rich.console import Console
 from train.train_runs import run_here, tiny_config
 
 from mfubench.config import ConfigError
-from mfubench.run_log import append_step, write_json, write_run_log
+from mfubench.run_log import Evaluation, append_step, write_json, write_run_log
 from mfubench.run_plot import plot_run
-from mfubench.train.progress import Display, describe, live_values, palm_mfu_of
+from mfubench.train.progress import Display, describe, describe_end, live_values, palm_mfu_of
 from mfubench.watching import look, render, sparkline, watch_run
 
 
@@ -35,6 +35,20 @@ def test_a_line_has_loss_mfu_rate_memory_and_time_left():
     assert "MFU 6" in line and "(palm)" in line
     assert "tokens/s" in line and "memory 40.0 GiB (peak 41.3, reserved 46.8)" in line
     assert ":" in line.split(", ")[-1] and "left" in line
+
+
+def test_the_end_of_a_run_names_first_and_last_losses_and_the_sample_on_a_line():
+    losses = [4.0, None, *(3.5 - step / 100 for step in range(2, 9))]
+    evaluations = [Evaluation(step=10 * n, loss=loss, tokens=64) for n, loss in enumerate(losses)]
+    log = make_run_log().model_copy(update={"evaluations": evaluations, "sample": "Once\n upon" + " a time" * 100})
+    *_, loss, sample = describe_end(log)
+    assert loss == (
+        "  validation loss: 4.0000 after 0 steps, …, 3.4500 after 50 steps, 3.4400 after 60 steps, "
+        "3.4300 after 70 steps, 3.4200 after 80 steps"
+    )
+    assert sample.startswith("  sample: Once upon a time a time") and sample.endswith("…") and len(sample) < 220
+    two = describe_end(log.model_copy(update={"evaluations": evaluations[:2], "sample": None}))
+    assert two[-1] == "  validation loss: 4.0000 after 0 steps, not finite after 10 steps"
 
 
 def test_a_finished_run_is_shown_at_once(tmp_path, capsys):

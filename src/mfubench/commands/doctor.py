@@ -12,7 +12,7 @@ NEEDED_DISK_GIB = 2.0
 
 
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Check Python, torch, CUDA, cards, attention backends, Snakemake and disk space."""
+    """Check Python, torch, CUDA, cards, attention backends, Snakemake, disk space and the cache of kernels."""
     findings = examine()
     if as_json:
         typer.echo(json.dumps(findings, indent=1))
@@ -54,6 +54,7 @@ def examine() -> dict[str, Any]:
         "plugins": {name: installed_version(name) for name in plugins},
         "graphviz": shutil.which("dot") is not None,
         "disk_free_gib": round(disk_free_gib, 1),
+        "cache": examine_cache(problems),
         "problems": problems,
     }
 
@@ -85,6 +86,18 @@ def examine_cards(problems: list[str]) -> list[dict[str, Any]]:
     return cards
 
 
+def examine_cache(problems: list[str]) -> str:
+    """The folder of compiled kernels, and whether it can be written to."""
+    from mfubench.cache import cache_root, writable_folder
+    from mfubench.config import ConfigError
+
+    try:
+        return f"{writable_folder(cache_root())} (can be written to)"
+    except ConfigError as error:
+        problems.append(str(error))
+        return "cannot be written to"
+
+
 def examine_attention() -> dict[str, str]:
     """Attention backends of this machine: `available`, or why not."""
     import torch
@@ -101,7 +114,7 @@ def show(findings: dict[str, Any]) -> None:
 
     console = Console()
     table = Table(show_header=False, box=None, padding=(0, 2))
-    for key in ("python", "torch", "cuda", "cudnn", "nccl", "snakemake", "disk_free_gib"):
+    for key in ("python", "torch", "cuda", "cudnn", "nccl", "snakemake", "disk_free_gib", "cache"):
         table.add_row(key, str(findings[key] if findings[key] is not None else "-"))
     for card in findings["cards"]:
         table.add_row(f"card {card['index']}", f"{card['name']} -> {card['row'] or 'no row in config/hardware.yaml'}")

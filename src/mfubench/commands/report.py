@@ -21,10 +21,17 @@ def report(
     """Write report.html, report.md, summary.json and the tables of STUDY from the results that exist."""
     from mfubench.analysis.report import write_report
     from mfubench.analysis.tables import write_tables
+    from mfubench.config import ConfigError
 
     html = output or study / "report.html"
-    write_report(study, html, html.with_suffix(".md"), html.parent / "summary.json", partial=partial)
-    write_tables(study, html.parent / "tables", partial=partial)
+    try:
+        write_report(study, html, html.with_suffix(".md"), html.parent / "summary.json", partial=partial)
+        write_tables(study, html.parent / "tables", partial=partial)
+    except OSError as error:
+        raise ConfigError(
+            f"{html}: the report cannot be written there ({error.strerror}); make room, or name another file with "
+            "--output"
+        ) from None
     if not (study / "study.json").exists():
         typer.echo(
             f"{study}/study.json is missing: cases that never ran and effects are not in it; snakemake makes it anew"

@@ -16,12 +16,17 @@ def train(
     data: Annotated[Path, typer.Option(help="Folder of a prepared dataset.")] = Path("resources/datasets/stdlib"),
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of its tokenizer, to show sampled text.")] = None,
     output: Annotated[Path, typer.Option(help="Run JSON to write.")] = DEFAULT,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint of a stopped run.")] = False,
+    resume: Annotated[
+        bool | None,
+        typer.Option("--resume/--anew", help="Go on from the checkpoint that is there, or remove it and start anew."),
+    ] = None,
     cards: Annotated[int | None, typer.Option(help="GPUs to take; default: world_size where there are GPUs.")] = None,
 ) -> None:
     """Train MODEL once: mfubench train llama2-tiny max_iters=50 micro_batch_size=8 model.num_hidden_layers=2"""
+    from mfubench.config import ConfigError
     from mfubench.experiments import build_run, parse_overrides
     from mfubench.lease import visible_cards
+    from mfubench.train.checkpoint_folders import latest
     from mfubench.training_job import main
 
     defaults = {
@@ -34,14 +39,19 @@ def train(
     }
     # `model` is a preset here: model.KEY=value changes one of its keys.
     run = build_run((defaults, parse_overrides(settings or [])), "mfubench train")
+    work = Path(f"{output.with_suffix('')}-work")
+    if resume is None and (checkpoint := latest(work / "checkpoints")) is not None:
+        raise ConfigError(
+            f"{checkpoint}: an earlier run's checkpoint; go on from it with --resume, remove it and start anew with "
+            "--anew, or name another run JSON with --output"
+        )
     if cards is None:
         cards = run.world_size if visible_cards() and run.device != "cpu" else 0
-    arguments = ["--config", run.to_json(), "--data", str(data), "--work", str(output.with_suffix("")) + "-work"]
+    arguments = ["--config", run.to_json(), "--data", str(data), "--work", str(work)]
     arguments += ["--output", str(output), "--cards", str(cards)]
     if tokenizer is not None:
         arguments += ["--tokenizer", str(tokenizer)]
-    if resume:
-        arguments += ["--resume", "auto"]
+    arguments += ["--resume", "auto" if resume else "never"]
     code = main(arguments)
     if code == 0:
         typer.echo(f"run JSON: {output} (another run without --output replaces it)" if output == DEFAULT else output)

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,12 +28,12 @@ from torch import Tensor
 from mfubench.config import ConfigError, RunConfig, parse
 from mfubench.run_log import RunLog, write_json, write_text_atomically
 from mfubench.train.checkpoint_files import SafeReader, damage_told, read_json
+from mfubench.train.checkpoint_folders import complete, remove
 from mfubench.train.optimizer import Optimizer
 from mfubench.train.parallel import Engine
 from mfubench.train.process import Process, host_group
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
-BYTES_A_PARAMETER = 12  # three float32 tensors
 HISTORY = ("steps", "rank_step_times_s", "phases", "evaluations", "gradient_statistics", "resumes")
 # What must not change between a checkpoint and the run that goes on from it: shapes, order of the data, schedule
 FIXED = ("model", "dataset", "seq_len", "seed", "optimizer")
@@ -159,6 +161,16 @@ def is_start(path: Path, config: RunConfig) -> bool:
     return config.continues is not None and read_json(path / "config.json")["name"] == config.continues
 
 
+def differing(there: dict[str, Any], here: dict[str, Any], above: str = "") -> Iterator[str]:
+    """Every key that two configurations differ in, with both values; keys within keys by their path."""
+    for key, value in there.items():
+        other = here[key]
+        if isinstance(value, dict) and isinstance(other, dict) and value.keys() == other.keys():
+            yield from differing(value, other, f"{above}{key}.")
+        elif value != other:
+            yield f"{above}{key}: {value} there, {other} here"
+
+
 def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
     """Raises ConfigError naming every difference that makes going on impossible."""
     saved = parse(RunConfig, read_json(path / "config.json"), f"{path}/config.json")
@@ -169,54 +181,16 @@ def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
     if data is not None and log.dataset is not None:
         there["data"] = f"{data['train_tokens']} tokens, tokenizer {data['tokenizer_sha256'][:12]}"
         here["data"] = f"{log.dataset.train_tokens} tokens, tokenizer {log.dataset.tokenizer_sha256[:12]}"
-    differences = [f"  {name}: {there[name]} there, {here[name]} here" for name in there if there[name] != here[name]]
-    if differences:
+    if differences := list(differing(there, here)):
+        way_out = "take `continues` away" if is_start(path, config) else f"remove {path.parent} to start anew"
         raise ConfigError(
-            f"{path}: is a checkpoint of another run than this one:\n" + "\n".join(differences) + "\n"
-            "Go on with the settings it was made with, or start anew with --resume never."
+            f"{path}: is a checkpoint of another run than this one: {'; '.join(differences)}. Go on with the settings "
+            f"it was made with, or {way_out}"
         )
     if is_start(path, config):
         return
     if done >= config.max_iters and saved.model_dump(exclude=BESIDE) != config.model_dump(exclude=BESIDE):
         raise ConfigError(
             f"{path}: all {config.max_iters} steps are done, but with other settings than this run's; what it would "
-            "report is not what was run. Start anew with --resume never."
-        )
-
-
-def complete(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def latest(folder: Path) -> Path | None:
-    checkpoints = complete(folder)
-    return checkpoints[-1] if checkpoints else None
-
-
-def remove(path: Path) -> None:
-    """Take a checkpoint away: out of sight first, so that a half-deleted one is never read."""
-    hidden = path.with_name(f".removing-{path.name}")
-    path.rename(hidden)
-    shutil.rmtree(hidden)
-
-
-def prepare_folder(folder: Path, resume: bool, config: RunConfig, parameters: int) -> None:
-    """Clear what a killed process left half-written, and everything where the run starts anew.
-
-    Raises ConfigError where a checkpoint that the configuration asks for will not fit on the disk.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if not resume:
-        for path in complete(folder):
-            remove(path)
-    for leftover in [*folder.glob(".writing-*"), *folder.glob(".removing-*")]:
-        shutil.rmtree(leftover, ignore_errors=True)
-    if config.checkpoint.interval is None and not config.checkpoint.at_end:
-        return
-    size, free = parameters * BYTES_A_PARAMETER, shutil.disk_usage(folder).free
-    if size > free:
-        raise ConfigError(
-            f"{folder}: a checkpoint needs {size / 2**30:.1f} GiB, and the disk has {free / 2**30:.1f} GiB free; free "
-            "some space, point the results elsewhere, or switch checkpoints off"
+            f"report is not what was run. Remove {path.parent} to start anew"
         )

@@ -18,12 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from mfubench.config import ConfigError
 from mfubench.run_log import write_json
 from mfubench.train.arguments import Paths
 
 # oom: out of memory, a result - died: killed from outside or crashed in native code, without a word of its own
-# hang: no progress, stacks were written - lost: the launcher is gone - error: anything else
-Kind = Literal["oom", "hang", "died", "lost", "error"]
+# hang: no progress, stacks were written - lost: the launcher is gone - refused: a person must change something first
+# error: anything else
+Kind = Literal["oom", "hang", "died", "lost", "refused", "error"]
 
 # What out-of-memory looks like when it does not come as an exception of that name. Sources: c10's CPU and CUDA
 # allocators, cuBLAS and cuDNN status names, NCCL ("Failed to CUDA calloc"), glibc, C++.
@@ -68,9 +70,11 @@ class Failure:
 
 
 def classify(error: BaseException) -> Kind:
-    """Whether an exception is an out-of-memory, by its type or by what it says."""
+    """Whether an exception is an out-of-memory, by its type or by what it says, or a complaint about the input."""
     import torch
 
+    if isinstance(error, ConfigError):
+        return "refused"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "oom"
     return "oom" if says_out_of_memory(str(error)) or (is_suspicious(str(error)) and device_is_full()) else "error"
@@ -100,8 +104,10 @@ def device_is_full() -> bool:
 
 def failure_of(rank: int, error: BaseException, work: Path) -> Failure:
     text = "".join(traceback.format_exception(error))
-    reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-    return Failure(rank, classify(error), full_disk(work) or reason, text[-8000:], time.time())
+    kind = classify(error)
+    told = "; ".join(str(error).splitlines())  # all of a complaint: what differs, what to do
+    reason = told if kind == "refused" else f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    return Failure(rank, kind, full_disk(work) or reason, text[-8000:], time.time())
 
 
 def full_disk(folder: Path) -> str | None:
@@ -120,10 +126,16 @@ def stop_file(work: Path) -> Path:
 
 
 def remove_stale(paths: Paths) -> None:
-    """Remove what an earlier attempt left and this one could take for its own."""
-    left = [paths.output, paths.failure, paths.stopped, paths.partial, paths.live, paths.trace, stop_file(paths.work)]
+    """Remove what an earlier attempt left in WORK and this one could take for its own; its result stays for now."""
+    left = [paths.failure, paths.stopped, paths.partial, paths.steps, paths.live, stop_file(paths.work)]
     folder = ranks_folder(paths.work)
     for path in [*left, *folder.glob("failure-*.json"), *folder.glob("rendezvous-*")]:
+        path.unlink(missing_ok=True)
+
+
+def remove_result(paths: Paths) -> None:
+    """Remove an earlier attempt's run JSON and trace: once this one has passed its checks, or has another result."""
+    for path in (paths.output, paths.trace):
         path.unlink(missing_ok=True)
 
 

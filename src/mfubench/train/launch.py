@@ -23,9 +23,18 @@ from mfubench.run_log import read_run_log, read_steps, write_json, write_run_log
 from mfubench.slurm import STEP
 from mfubench.stop_signals import on_stop
 from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
-from mfubench.train.failures import Failure, full_disk, ranks_folder, read_failures, remove_stale, stop_file
+from mfubench.train.checkpoint_folders import latest, print_way_on
+from mfubench.train.failures import (
+    Failure,
+    full_disk,
+    ranks_folder,
+    read_failures,
+    remove_result,
+    remove_stale,
+    stop_file,
+)
 from mfubench.train.lock import sole_writer
-from mfubench.train.progress import Display
+from mfubench.train.progress import Display, describe_end
 from mfubench.train.ranks import Ranks, node_rank, threads_of_a_rank
 from mfubench.train.watchdog import read_timeout_s
 
@@ -59,6 +68,9 @@ def launch_checked(
     with sole_writer(paths.work) as lock:
         if STEP not in os.environ:  # else the job has done so before it went to its nodes
             remove_stale(paths)
+        earlier = version_of(paths.output)
+        if arguments.resume == "never" and (checkpoint := latest(paths.checkpoints)) is not None:
+            print(f"starting anew: {checkpoint}, an earlier run's, is removed once this one begins", file=sys.stderr)
         print(describe_run(config, arguments.ceilings), file=sys.stderr)
         display = Display(config)
         # A process that may die inside native code for want of memory must not take the launcher with it.
@@ -67,11 +79,20 @@ def launch_checked(
 
             for name in RANK_VARIABLES:  # this one is alone, whatever it was started from
                 os.environ.pop(name, None)
-            run_rank(arguments, display, last_words=lambda: conclude(paths))
+            run_rank(arguments, display, last_words=lambda: conclude(paths, earlier))
         else:
             run_ranks(config, paths, [*worker, *argv], display, inherited=(lock,))
         display.close()
-        return conclude(paths)
+        return conclude(paths, earlier)
+
+
+def version_of(file: Path) -> tuple[int, int] | None:
+    """Tells a file from the one that is put in its place later; None where there is none."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def describe_run(config: RunConfig, ceilings: Path | None) -> str:
@@ -115,27 +136,25 @@ def run_ranks(
             ranks.kill()
 
 
-def conclude(paths: Paths) -> int:
-    """Read what the ranks left behind; write the record of an out-of-memory or of a failure."""
-    if paths.output.exists():
-        log = read_run_log(paths.output)
-        why = log.reason or log.stopped_early
-        print(f"{log.name}: {log.status}{f' ({why})' if why else ''}", file=sys.stderr)
-        for setting, note in log.fallbacks().items():
-            print(f"  {setting}: {note}", file=sys.stderr)
+def conclude(paths: Paths, earlier: tuple[int, int] | None) -> int:
+    """Read what the ranks left behind; write the record of an out-of-memory or of a failure.
+
+    `earlier`: the version of the run JSON that was there before them, which is no result of theirs.
+    """
+    if version_of(paths.output) not in (None, earlier):
+        for line in describe_end(read_run_log(paths.output)):
+            print(line, file=sys.stderr)
         return 0
     if paths.stopped.exists():
-        print(
-            f"stopped on request after a checkpoint ({paths.stopped}): snakemake goes on from it, by hand "
-            "mfubench train --resume",
-            file=sys.stderr,
-        )
+        print("stopped on request", file=sys.stderr)
+        print_way_on(paths.checkpoints)
         return STOPPED
     failures = read_failures(paths.work)
     if failures and failures[0].kind == "oom" and paths.partial.exists():
         log = read_run_log(paths.partial)
         log.status, log.reason = "oom", f"rank {failures[0].rank}: {failures[0].reason}"
         log.steps = read_steps(paths.steps)
+        remove_result(paths)
         write_run_log(paths.output, log)
         print(f"{log.name}: oom ({log.reason})", file=sys.stderr)
         return 0
@@ -160,6 +179,10 @@ def record_failure(paths: Paths, failures: list[Failure]) -> None:
     }
     where = f"rank {failures[0].rank}: " if failures else ""
     print(f"error: {where}{reason}\n(record: {paths.failure}, logs: {ranks_folder(paths.work)})", file=sys.stderr)
+    if record["kind"] != "refused":
+        print_way_on(paths.checkpoints)
+    if paths.output.exists():
+        print(f"({paths.output} is an earlier run's result, which stays)", file=sys.stderr)
     try:
         write_json(paths.failure, record)
     except OSError as error:

@@ -17,6 +17,7 @@ from mfubench.train.arguments import Paths
 from mfubench.train.choices import Resolved, resolve
 from mfubench.train.control import Control, first_lost
 from mfubench.train.environment import capture_environment
+from mfubench.train.failures import remove_result
 from mfubench.train.gradients import GradientMeter
 from mfubench.train.loader import Batches
 from mfubench.train.optimizer import learning_rate_at
@@ -26,7 +27,17 @@ from mfubench.train.reporter import Reporter
 from mfubench.train.setup import set_flags
 from mfubench.train.step import StepFunction, TrainStep
 from mfubench.train.timeline import keep_timeline, profiled_steps
-from mfubench.train.training import Skip, Training, build, capture, evaluate_now, finish, prepare_measurement, save_now
+from mfubench.train.training import (
+    Skip,
+    Training,
+    build,
+    capture,
+    evaluate_now,
+    finish,
+    prepare_measurement,
+    replace_earlier,
+    save_now,
+)
 from mfubench.train.watchdog import Watchdog
 
 
@@ -57,17 +68,21 @@ def train(
     )
     if reason := resolved.missing(config):
         log.status, log.reason = "skipped", reason
+        if process.is_main:
+            remove_result(paths)
         return log
     if process.is_main:
         write_run_log(paths.partial, log)
     with sample_telemetry(paths, process) as sampler, stream_of_the_run(resolved):
         training = build(config, paths, process, resolved, log, watchdog, resume)
-        if config.evaluation.only:
+        reporter = None if config.evaluation.only else Reporter(paths, log, process, display)
+        replace_earlier(training, resume)
+        if reporter is None:
             evaluate_now(training, training.first_step)
             log.status, log.reason = "ok", None
         else:
             try:
-                run_steps(training, Reporter(paths, log, process, display))
+                run_steps(training, reporter)
             except Skip as skip:
                 log.status, log.reason = "skipped", str(skip)
         finish(training, sampler)

@@ -16,6 +16,8 @@ from mfubench.run_log import RankMemory, RunLog
 
 LINE_PERIOD_S = 5.0  # between plain lines, where the output is no terminal
 BAR_WIDTH = 16  # characters
+MOST_LOSSES = 6  # of evaluations, at the end: the first and the last ones
+SAMPLE_WIDTH = 200  # characters
 
 
 def palm_mfu_of(log: RunLog, ceilings: Path | None = None) -> float | None:
@@ -87,6 +89,25 @@ def describe(live: dict[str, Any]) -> str:
         minutes, seconds = divmod(round(live["time_left_s"]), 60)
         parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
     return ", ".join(parts)
+
+
+def describe_end(log: RunLog) -> list[str]:
+    """How a run ended, what ran in place of what was asked, what it evaluated and sampled: lines for people."""
+    why = log.reason or log.stopped_early
+    lines = [f"{log.name}: {log.status}{f' ({why})' if why else ''}"]
+    lines += [f"  {setting}: {note}" for setting, note in log.fallbacks().items()]
+    if log.evaluations:
+        losses = [
+            f"{f'{one.loss:.4f}' if one.loss is not None else 'not finite'} after {one.step} steps"
+            for one in log.evaluations
+        ]
+        if len(losses) > MOST_LOSSES:
+            losses = [losses[0], "…", *losses[2 - MOST_LOSSES :]]
+        lines.append(f"  validation loss: {', '.join(losses)}")
+    if log.sample is not None:
+        text = " ".join(log.sample.split())  # on one line
+        lines.append(f"  sample: {text if len(text) <= SAMPLE_WIDTH else f'{text[:SAMPLE_WIDTH]}…'}")
+    return lines
 
 
 class Display:

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from mfubench.cache import cache_root
+from mfubench.cache import cache_root, writable_folder
 from mfubench.config import ConfigError, RunConfig
 from mfubench.data.reader import TokenDataset
 from mfubench.flops import flop_terms
@@ -31,12 +31,16 @@ from mfubench.train.process import Process
 
 
 def set_flags(config: RunConfig, resolved: Resolved, process: Process) -> None:
-    """Process-wide state that changes numbers or speed: matmul precision, seed, compile cache, memory cap."""
+    """Process-wide state that changes numbers or speed: matmul precision, seed, compile cache, memory cap.
+
+    Raises ConfigError where the run compiles and its cache cannot be written to.
+    """
     tf32 = resolved.is_on("tf32")
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     torch.manual_seed(config.seed)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(inductor_cache(config, resolved))
+    if resolved.used["compile"].used != "none":
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(writable_folder(inductor_cache(config, resolved)))
     if config.memory_cap_gib is not None:
         cap_memory(config.memory_cap_gib, process)
 
@@ -134,9 +138,14 @@ def run_flop_terms(config: RunConfig) -> RunFlopTerms:
 def open_data(folder: Path, config: RunConfig) -> tuple[TokenDataset, TokenDataset | None, Dataset]:
     """Training tokens, validation tokens where there are any, and their description.
 
-    Raises ConfigError where files are damaged, where the model has fewer rows than the data has ids, or where an
-    evaluation is asked for and there is nothing to evaluate on.
+    Raises ConfigError where there is no such folder, where files are damaged, where the model has fewer rows than the
+    data has ids, or where an evaluation is asked for and there is nothing to evaluate on.
     """
+    if not folder.exists():
+        raise ConfigError(
+            f"{folder}: there is no such folder; `snakemake --cores all datasets` prepares the datasets of the study "
+            "(config/config.yaml, or --configfile FILE) below resources/datasets/"
+        )
     train = TokenDataset.open(folder, "train")
     val = TokenDataset.open(folder, "val") if "val" in train.meta.splits else None
     evaluates = config.evaluation.interval or config.evaluation.at_start or config.evaluation.at_end

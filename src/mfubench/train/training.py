@@ -19,9 +19,10 @@ from mfubench.run_log import Resume, RunLog, Wall, write_run_log
 from mfubench.telemetry import Sampler
 from mfubench.train import checkpoint
 from mfubench.train.arguments import Paths
+from mfubench.train.checkpoint_folders import complete, latest, prepare_folder, remove
 from mfubench.train.choices import Resolved
 from mfubench.train.evaluation import evaluate, sample
-from mfubench.train.failures import classify
+from mfubench.train.failures import classify, remove_result
 from mfubench.train.meters import Recorder, memory_of
 from mfubench.train.optimizer import Optimizer
 from mfubench.train.parallel import Engine
@@ -79,22 +80,35 @@ def build(
     )
     log.parameters, log.flop_terms = count_parameters(model, config), run_flop_terms(config)
     if process.is_main:
-        checkpoint.prepare_folder(paths.checkpoints, resume, config, log.parameters.total)
+        prepare_folder(paths.checkpoints, resume, config, log.parameters.total)
     process.barrier()
     recorder = Recorder(log, config, process)
     training = Training(
         config, paths, process, resolved, log, watchdog, model, engine, optimizer, train_tokens, val_tokens, recorder
     )
-    if (latest := checkpoint.latest(paths.checkpoints) or first_checkpoint(config, paths)) is not None:
-        training.first_step, training.position = checkpoint.load(latest, training.state, log)
+    own = latest(paths.checkpoints) if resume else None
+    if (start := own or first_checkpoint(config, paths)) is not None:
+        training.first_step, training.position = checkpoint.load(start, training.state, log)
         log.resumes.append(Resume(step=training.first_step, at=datetime.now(UTC).isoformat()))
         recorder.take_history()
     elif config.evaluation.only:
-        raise ConfigError(f"{paths.checkpoints}: evaluation.only needs a checkpoint, and there is none")
+        raise ConfigError(f"{paths.checkpoints}: evaluation.only needs a checkpoint to go on from, and there is none")
     if process.is_main:
         write_run_log(paths.partial, log)
     recorder.add_phase("setup", training.first_step, time.perf_counter() - t0)
     return training
+
+
+def replace_earlier(training: Training, resume: bool) -> None:
+    """Remove the result of an earlier attempt and, where the run starts anew, its checkpoints. Collective.
+
+    Not before all ranks have passed their checks: an attempt that is refused costs nothing.
+    """
+    training.process.barrier()
+    if training.process.is_main:
+        remove_result(training.paths)
+        for earlier in [] if resume else complete(training.paths.checkpoints):
+            remove(earlier)
 
 
 def first_checkpoint(config: RunConfig, paths: Paths) -> Path | None:
@@ -103,7 +117,7 @@ def first_checkpoint(config: RunConfig, paths: Paths) -> Path | None:
         return None
     if paths.start_from is None:
         raise ConfigError(f"continues: {config.continues}: say where its checkpoints are (--start-from FOLDER)")
-    found = checkpoint.latest(paths.start_from)
+    found = latest(paths.start_from)
     if found is None:
         raise ConfigError(f"{paths.start_from}: holds no checkpoint of {config.continues}; run it again")
     return found

@@ -1,0 +1,59 @@
+"""The folders of checkpoints: which are whole, the last one and how to go on from it, room for the next. No torch."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from mfubench.config import ConfigError, RunConfig
+
+BYTES_A_PARAMETER = 12  # three float32 tensors
+
+
+def complete(folder: Path) -> list[Path]:
+    """Finished checkpoints, oldest first."""
+    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def latest(folder: Path) -> Path | None:
+    checkpoints = complete(folder)
+    return checkpoints[-1] if checkpoints else None
+
+
+def print_way_on(folder: Path) -> None:
+    """Tell who sees a run end early which checkpoint it has left, if any, and how it goes on from there."""
+    if (last := latest(folder)) is not None:
+        print(
+            f"checkpoint: {last}; a study's training goes on from it when snakemake is called again, a run by hand "
+            "with the same command and --resume",
+            file=sys.stderr,
+        )
+
+
+def remove(path: Path) -> None:
+    """Take a checkpoint away: out of sight first, so that a half-deleted one is never read."""
+    hidden = path.with_name(f".removing-{path.name}")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def prepare_folder(folder: Path, resume: bool, config: RunConfig, parameters: int) -> None:
+    """Clear what a killed process left half-written, and see to it that there is room for a checkpoint.
+
+    Raises ConfigError where one that the configuration asks for will not fit on the disk. The room of those that are
+    there counts where the run starts anew: they go before it writes one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in [*folder.glob(".writing-*"), *folder.glob(".removing-*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+    if config.checkpoint.interval is None and not config.checkpoint.at_end:
+        return
+    size, free = parameters * BYTES_A_PARAMETER, shutil.disk_usage(folder).free
+    if not resume:
+        free += sum(file.stat().st_size for path in complete(folder) for file in path.iterdir())
+    if size > free:
+        raise ConfigError(
+            f"{folder}: a checkpoint needs {size / 2**30:.1f} GiB, and the disk has {free / 2**30:.1f} GiB free; free "
+            "some space, point the results elsewhere, or switch checkpoints off"
+        )

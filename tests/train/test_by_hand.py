@@ -1,0 +1,78 @@
+"""`mfubench train`, as people call it: a run JSON, a work folder beside it, and what stands in the terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from train.test_resume import wait_for_step
+from train.train_runs import VOCABULARY, environment
+
+from mfubench.run_log import read_run_log
+from mfubench.train.checkpoint_folders import latest
+
+SMALL = (f"model.vocab_size={VOCABULARY}", "model.num_hidden_layers=1", "seq_len=16", "device=cpu", "dtype=float32")
+
+
+def start(data, output, *words: str) -> subprocess.Popen[str]:
+    call = "from mfubench.cli import main; main()"
+    options = ("--data", str(data), "--output", str(output))
+    command = [sys.executable, "-c", call, "train", "llama2-tiny", *SMALL, *words, *options]
+    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def call(data, output, *words: str) -> tuple[int, str]:
+    """Exit code and standard error."""
+    process = start(data, output, *words)
+    _, stderr = process.communicate(timeout=300)
+    return process.returncode, stderr
+
+
+@pytest.mark.faults
+def test_a_killed_run_is_gone_on_from_or_replaced_as_its_user_says(data, tmp_path):
+    output, work = tmp_path / "run.json", tmp_path / "run-work"
+    process = start(data, output, "max_iters=100000", "checkpoint.interval=5", "measurement.profile=none")
+    wait_for_step(work, 30, process)
+    engine = psutil.Process(process.pid).children()[0]
+    os.kill(engine.pid, signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    last = latest(work / "checkpoints")
+    assert process.returncode != 0 and last is not None
+    assert "error: the training process was killed by SIGKILL" in stderr
+    assert f"checkpoint: {last};" in stderr and "--resume" in stderr
+
+    done = int(last.name.removeprefix("step-"))
+    code, stderr = call(data, output, f"max_iters={done + 1}")
+    assert code == 1 and f"error: {last}: " in stderr and "--resume" in stderr and "--anew" in stderr
+    assert latest(work / "checkpoints") == last
+
+    code, stderr = call(data, output, f"max_iters={done + 1}", "--resume")
+    assert code == 0, stderr
+    assert [resume.step for resume in read_run_log(output).resumes] == [done]
+
+    code, stderr = call(data, output, "max_iters=2", "--anew")
+    assert code == 0 and f"starting anew: {last}, an earlier run's, is removed" in stderr
+    assert latest(work / "checkpoints") is None and read_run_log(output).resumes == []
+
+
+def test_losses_and_sample_stand_at_the_end(data, tmp_path):
+    asked = ("max_iters=3", "evaluation.at_start=true", "evaluation.at_end=true", "evaluation.iters=1")
+    code, stderr = call(data, tmp_path / "run.json", *asked, "sample_tokens=5")
+    assert code == 0, stderr
+    log = read_run_log(tmp_path / "run.json")
+    first, last = (one.loss for one in log.evaluations)
+    assert stderr.splitlines()[-3:] == [
+        "by-hand/run: ok",
+        f"  validation loss: {first:.4f} after 0 steps, {last:.4f} after 3 steps",
+        f"  sample: {log.sample}",
+    ]
+
+
+def test_a_folder_without_a_dataset_is_told_with_the_way_to_one(data, tmp_path):
+    code, stderr = call(tmp_path / "nowhere", tmp_path / "run.json")
+    assert code == 1
+    assert f"{tmp_path / 'nowhere'}: there is no such folder; `snakemake --cores all datasets`" in stderr
