@@ -23,6 +23,8 @@ from mfubench.yaml_files import load_yaml
 FILE = Path(__file__).parent / "cases.yaml"
 PACKAGE = Path(mfubench.__file__).parent
 PEERS = Path(__file__).parent / "peers"
+RESULTS = Path(__file__).parent / "results"
+WORK = Path(__file__).parents[1] / "build" / "benchmarks"
 CHECKOUTS = {"torchtitan": "torchtitan", "nanogpt": "nanogpt", "litgpt": "litgpt"}  # system -> option with its path
 
 MicroBatches = tuple[Annotated[int, Field(ge=1)], ...]
@@ -81,6 +83,13 @@ def check_data(folder: Path | None, tiny: bool) -> Path:
     if not (folder / "meta.json").is_file():
         raise ConfigError(f"--data: {folder} is no prepared dataset: it has no meta.json")
     return folder
+
+
+def results_folder(results: Path | None, work: Path, tiny: bool) -> Path:
+    """--results; without it benchmarks/results but for a tiny run, whose results lie below --work: no measurements."""
+    if results is None:
+        return work / "results" if tiny else RESULTS
+    return results
 
 
 @functools.cache

@@ -15,25 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import figure, rows
-from benchmarks.cases import CHECKOUTS, FILE, Cases, Plan, check_data, make_job, read_cases
+from benchmarks.cases import CHECKOUTS, FILE, WORK, Cases, Plan, check_data, make_job, read_cases, results_folder
 from benchmarks.peers.job import Job, Record
 from benchmarks.peers.mfubench_engine import run_config
 from benchmarks.runner import (
-    FIRST_RUN_S,
+    RERUN_MARGIN,
     SETTLED,
     OutOfTime,
     Runner,
     check_machine,
     deadline_after,
     errors_in_one_line,
-    exit_code,
 )
 from mfubench.config import ConfigError
 from mfubench.experiments import parse_overrides
 from mfubench.run_log import write_text_atomically
-
-HERE = Path(__file__).parent
-RERUN_MARGIN = 1.25  # a repeat takes about as long as the one before it
 
 
 class Bench:
@@ -64,7 +60,7 @@ class Bench:
     def try_sizes(self, system: str) -> None:
         """Run each candidate micro-batch shortly."""
         while sizes := self.untried(system):
-            self.tried[system][sizes[0]] = self.run(self.trial(system, sizes[0]), self.first_run_s)
+            self.tried[system][sizes[0]] = self.run(self.trial(system, sizes[0]), self.runner.first_run_s)
             self.write()
 
     def untried(self, system: str) -> list[int]:
@@ -74,10 +70,6 @@ class Bench:
             return []  # there is no choice, or the system is missing or broken: with any batch
         limit = min((size for size, record in tried.items() if record.status == "oom"), default=sys.maxsize)
         return [size for size in candidates if size not in tried and size < limit]
-
-    @property
-    def first_run_s(self) -> float:
-        return FIRST_RUN_S if self.plan.device != "cpu" else 5.0
 
     def best_size(self, system: str) -> int | None:
         """The fastest of those tried, or the one candidate that needs no trial; None where none ran."""
@@ -101,7 +93,7 @@ class Bench:
                     continue
                 known = self.known(system, size)
                 longer_s = 0.0 if self.repeated[system] else self.plan.preheat_s + self.plan.measure_s
-                expected_s = (known[-1].wall_s + longer_s) * RERUN_MARGIN if known else self.first_run_s
+                expected_s = (known[-1].wall_s + longer_s) * RERUN_MARGIN if known else self.runner.first_run_s
                 self.repeated[system].append(self.run(self.repeat(system, size, number), expected_s))
                 self.write()
 
@@ -129,7 +121,8 @@ class Bench:
                 continue  # its turn has not come
             words = {str(size): f"{r.rate:,.0f} tokens/s/GPU" if r.rate else r.status for size, r in tried.items()}
             if (size := self.best_size(system)) is None:
-                size = next(iter(tried))
+                broken = [size for size, record in tried.items() if record.status not in SETTLED]
+                size = next(iter(broken or tried))
                 found.append(rows.row_of(self.trial(system, size), [tried[size]], words))
             elif repeated:
                 found.append(rows.row_of(self.repeat(system, size, 0), repeated, words))
@@ -171,8 +164,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", type=Path, default=FILE, metavar="FILE", help="another file than cases.yaml")
     parser.add_argument("--systems", nargs="+", help="only these")
     parser.add_argument("--data", type=Path, help="folder of a prepared dataset: the tokens that all systems read")
-    parser.add_argument("--work", type=Path, default=HERE.parent / "build" / "benchmarks", help="logs, caches, runs")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--work", type=Path, default=WORK, help="logs, caches, runs")
+    parser.add_argument("--results", type=Path, help="left out: benchmarks/results, with --tiny below --work")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--preheat", type=float, default=10.0, help="seconds before the measured window")
     parser.add_argument("--measure", type=float, default=20.0, help="seconds of the measured window")
@@ -239,20 +232,21 @@ def check_own_settings(cases: Cases, plan: Plan, names: Sequence[str]) -> None:
 
 @errors_in_one_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input."""
+    """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input, or a run failed."""
     arguments = make_parser().parse_args(argv)
     deadline = deadline_after(arguments.minutes)
     cases, plan, names = prepare(arguments)
     check_machine(plan.work)
-    runs_left = 0
+    runner, runs_left = Runner(plan, cases, deadline), 0
+    results = results_folder(arguments.results, arguments.work, arguments.tiny)
     for name in names:
-        bench = Bench(name, cases.cases[name].systems, Runner(plan, cases, deadline), arguments.repeats)
+        bench = Bench(name, cases.cases[name].systems, runner, arguments.repeats)
         try:
             bench.everything()
         except OutOfTime:
             runs_left += bench.runs_left()
-        print(f"\n{name}\n{bench.publish(arguments.results)}", flush=True)
-    return exit_code(runs_left)
+        print(f"\n{name}\n{bench.publish(results)}", flush=True)
+    return runner.exit_code(runs_left)
 
 
 if __name__ == "__main__":

@@ -18,19 +18,28 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import figure, rows
-from benchmarks.cases import Cases, Plan, check_data, job_of, make_run, read_cases
+from benchmarks.cases import WORK, Cases, Plan, check_data, job_of, make_run, read_cases, results_folder
 from benchmarks.compare import own_settings
 from benchmarks.peers.job import Job
 from benchmarks.peers.mfubench_engine import run_config
-from benchmarks.runner import OutOfTime, Runner, check_machine, deadline_after, errors_in_one_line, exit_code
+from benchmarks.runner import (
+    FIRST_RUN_ON_CPU_S,
+    RERUN_MARGIN,
+    OutOfTime,
+    Runner,
+    check_machine,
+    deadline_after,
+    errors_in_one_line,
+)
 from mfubench.config import ConfigError
 from mfubench.data.meta import DatasetMeta, read_meta
 from mfubench.run_log import read_run_log, write_json, write_text_atomically
 
-HERE = Path(__file__).parent
 REFERENCE = "mfubench-eager"
 AGAIN = "again"  # label of the second run of the reference's first seed
 FIRST_SEED = 1234
+USUAL_RUN_S = 90.0  # where no other run of its system tells how long one takes
+TINY_STEP_S = 0.05  # of a tiny run, which takes as long as its steps
 TAIL = 0.25  # share of the steps, at the end, whose mean loss is compared
 
 
@@ -75,10 +84,15 @@ class Parity:
                 found.append((REFERENCE, 0, AGAIN))
         return found
 
-    def everything(self, expected_s: float) -> None:
+    def everything(self, first_run_s: float) -> None:
+        """All runs in turn; `first_run_s` is what one may take of whose system none is done. Raises OutOfTime."""
+        expected_s: dict[str, float] = {}
         for system, seed, label in self.plan():
             job = self.job(system, seed, label)
-            self.runner.run([job], f"loss of {self.work.model}: {job.folder.name}", expected_s, [[0]])
+            expected = expected_s.get(system, first_run_s)
+            (record,) = self.runner.run([job], f"loss of {self.work.model}: {job.folder.name}", expected, [[0]])
+            if record.status == "ok":
+                expected_s[system] = RERUN_MARGIN * record.wall_s
 
     def runs_left(self) -> int:
         """Runs that the same command would still make."""
@@ -187,8 +201,9 @@ def table(result: dict[str, Any]) -> str:
     for arm, found in result["arms"].items():
         apart = found["by_seed"]
         if not apart:
-            reason = next((why for name, why in result["lost"].items() if name.split()[0] in (arm, REFERENCE)), None)
-            lines.append([arm, "0", "", "", reason or "not measured"])
+            own = [why for name, why in result["lost"].items() if name.split()[0] == arm]
+            references = [f"{REFERENCE}: {why}" for name, why in result["lost"].items() if name.split()[0] == REFERENCE]
+            lines.append([arm, "0", "", "", "; ".join(own[:1] + references[:1]) or "not measured"])
             continue
         tails = ", ".join(f"{one['tail']:+.4f}" for one in apart)
         squares = ", ".join(f"{one['root_mean_square']:.4f}" for one in apart)
@@ -216,10 +231,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data", type=Path, help="folder of a prepared dataset (resources/datasets/NAME)")
-    parser.add_argument("--work", type=Path, default=HERE.parent / "build" / "benchmarks")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--work", type=Path, default=WORK)
+    parser.add_argument("--results", type=Path, help="left out: benchmarks/results, with --tiny below --work")
     parser.add_argument("--minutes", type=float, help="stop in time; the same command goes on where it ended")
-    parser.add_argument("--expected", type=float, default=90.0, help="seconds that a run may take, for --minutes")
+    parser.add_argument("--expected", type=float, help="seconds that a system's first run may take, for --minutes")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="over the arms' settings")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
     return parser
@@ -248,26 +263,29 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, Work]:
 
 @errors_in_one_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input."""
+    """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input, or a run failed."""
     arguments = make_parser().parse_args(argv)
     deadline = deadline_after(arguments.minutes)
     cases, plan, work = prepare(arguments)
-    parity = Parity(work, arguments.arms, Runner(plan, cases, deadline))
+    runner = Runner(plan, cases, deadline)
+    parity = Parity(work, arguments.arms, runner)
     parity.check()
     check_machine(plan.work)
     runs_left = 0
+    usual_s = FIRST_RUN_ON_CPU_S + TINY_STEP_S * work.steps if arguments.tiny else USUAL_RUN_S
     try:
-        parity.everything(arguments.expected)
+        parity.everything(usual_s if arguments.expected is None else arguments.expected)
     except OutOfTime:
         runs_left = parity.runs_left()
     result = parity.result()
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    path = arguments.results / f"loss-parity-{work.model}"
+    results = results_folder(arguments.results, arguments.work, arguments.tiny)
+    results.mkdir(parents=True, exist_ok=True)
+    path = results / f"loss-parity-{work.model}"
     write_json(path.with_name(f"{path.name}.json"), result)
     write_text_atomically(path.with_name(f"{path.name}.md"), table(result))
     figure.draw_losses(path.with_name(f"{path.name}.png"), result)
     print(f"\n{table(result)}", flush=True)
-    return exit_code(runs_left)
+    return runner.exit_code(runs_left)
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Mode
 @errors_in_one_line
 @torch.no_grad()
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all was measured; 75: --minutes are over; 1: bad input."""
+    """0: all was measured; 75: --minutes are over; 1: bad input, or a row failed."""
     arguments, model = read_arguments(argv)
     deadline = deadline_after(arguments.minutes)
     device = torch.device("cpu" if arguments.tiny else "cuda")
@@ -293,9 +293,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         except torch.OutOfMemoryError:
             raise ConfigError(f"{case.name}: out of memory; take a smaller --micro-batch-size") from None
         except OutOfTime:
+            if not rows:
+                raise ConfigError(f"one loop takes about {meter.seconds:g} s: raise --minutes") from None
+            tell_failures(rows)
             print(f"the time was up in {case.name!r}; --only TEXT takes what is left by itself", file=sys.stderr)
             return 75
-    return 0
+    return 1 if tell_failures(rows) else 0
+
+
+def tell_failures(rows: Sequence[dict[str, Any]]) -> int:
+    """A line on stderr for each row that failed, and how many there are."""
+    failed = [row for row in rows if "failed" in row]
+    for row in failed:
+        print(f"failed: {row['case']}: {row['system']}, {row['variant']}: {row['failed']}", file=sys.stderr)
+    return len(failed)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import psutil
 
 from benchmarks.peers.job import Job, Record, read_record, write_job
 from mfubench.train.failures import says_out_of_memory
+from mfubench.train.watchdog import JOB
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,6 +42,7 @@ def job_environment(job: Job, cache: Path, extra: dict[str, str], cards: Sequenc
         "MFUBENCH_CACHE": str(cache / "mfubench"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        JOB: str(os.getpid()),  # engine and drivers end themselves where this process was killed
         **extra,
     }
     if cards is not None:
@@ -108,7 +110,7 @@ def conclude(started: Started) -> Record:
     if record is None:
         tail = started.log.read_bytes()[-20_000:].decode(errors="replace")
         oom = says_out_of_memory(tail)
-        ended = f"ended with code {started.process.returncode} and no record; log: {started.log}"
+        ended = f"ended with code {started.process.returncode} and no record"
         record = Record("oom" if oom else "failed", reason="out of memory" if oom else ended, job=job.identity)
         record.world_size = job.run.world_size
     record.wall_s = time.monotonic() - started.began

@@ -22,6 +22,8 @@ from mfubench.stop_signals import on_stop
 from mfubench.telemetry import sampler_process
 
 FIRST_RUN_S = 170.0  # a run of which nothing is known yet: start, compilation, a few steps
+FIRST_RUN_ON_CPU_S = 5.0  # of a tiny model, without compilation
+RERUN_MARGIN = 1.25  # a repeat takes about as long as the one before it
 LONGEST_RUN_S = 570.0
 SETTLED = ("ok", "oom")  # ends that another try would not change
 
@@ -37,18 +39,6 @@ def deadline_after(minutes: float | None) -> float:
     if minutes <= 0:
         raise ConfigError(f"--minutes: found {minutes:g}; a positive number, or leave it out")
     return time.monotonic() + minutes * 60
-
-
-def exit_code(runs_left: int) -> int:
-    """Of a command that has run what it could: 0, or 75 and a line on how to go on.
-
-    runs_left: at most, since what runs out of memory or cannot be had leaves others out.
-    """
-    if runs_left == 0:
-        return 0
-    runs = "1 run is" if runs_left == 1 else f"at most {runs_left} runs are"
-    print(f"the time was up and {runs} left; the same command goes on where it ended", file=sys.stderr)
-    return 75
 
 
 def errors_in_one_line(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[str] | None], int]:
@@ -71,6 +61,13 @@ class Runner:
     cases: Cases
     deadline: float  # of time.monotonic()
     failed_here: set[str] = field(default_factory=set)  # identities of jobs that failed in this process
+    failures: list[str] = field(default_factory=list)  # what failed in this process and why, a line each
+    kept_s: float = 0.0  # spent by this process on runs that the same command would not make again
+    too_long: str | None = None  # how long a run takes for which the same command would never have the time
+
+    @property
+    def first_run_s(self) -> float:
+        return FIRST_RUN_ON_CPU_S if self.plan.device == "cpu" else FIRST_RUN_S
 
     def done(self, jobs: Sequence[Job]) -> list[Record] | None:
         """The records of jobs that ran together; None where one of them is missing."""
@@ -91,8 +88,9 @@ class Runner:
             return known
         left = self.deadline - time.monotonic()
         if expected_s > left:
-            raise OutOfTime
+            raise self.out_of_time(f"about {expected_s:.0f} s", expected_s - left)
         print(f"{label} …", end=" ", flush=True)
+        began = time.monotonic()
         system = self.cases.systems[jobs[0].system]
         cache = (self.plan.work / "cache" / jobs[0].system / jobs[0].run.model.name).resolve()
         on_cpu = self.plan.device == "cpu"
@@ -105,22 +103,53 @@ class Runner:
             finally:
                 for one in started:
                     end(one.process)
+        took = time.monotonic() - began
         if None in records and left < LONGEST_RUN_S:
             print("the time is up", flush=True)
             for job in jobs:
                 Path(job.output).unlink(missing_ok=True)
-            raise OutOfTime
+            raise self.out_of_time(f"more than {took:.0f} s", took - left)
         results = []
-        for job, record in zip(jobs, records, strict=True):
+        for one, record in zip(started, records, strict=True):
             if record is None:
-                record = Record("failed", reason=f"did not end within {LONGEST_RUN_S:.0f} s", job=job.identity)
-                record.write(job.output)
+                record = Record("failed", reason=f"did not end within {LONGEST_RUN_S:.0f} s", job=one.job.identity)
+                record.write(one.job.output)
             results.append(record)
             if record.status not in SETTLED:
                 self.failed_here.add(record.job)
+            if record.status == "failed":
+                self.failures.append(f"{label}: {record.reason}; log: {one.log}")
+        if all(record.status in SETTLED for record in results):
+            self.kept_s += took
         words = [f"{r.rate:,.0f} tokens/s/GPU" if r.rate else f"{r.status}: {r.reason}" for r in results]
         print(f"{' and '.join(words)} ({results[0].wall_s:.0f} s)", flush=True)
         return results
+
+    def out_of_time(self, length: str, missing_s: float) -> OutOfTime:
+        """To be raised where a run of that length lacks `missing_s` seconds.
+
+        The same command would have `kept_s` more for it, since it takes those runs from their files.
+        """
+        if missing_s > self.kept_s:
+            self.too_long = self.too_long or length
+        return OutOfTime()
+
+    def exit_code(self, runs_left: int) -> int:
+        """Of a command that has run what it could, with closing lines on stderr for what is not as it should be.
+
+        0: all was run, what cannot be had here included; 1: a run failed, or takes longer than --minutes; 75: the same
+        command goes on. runs_left: at most, since what runs out of memory or cannot be had leaves others out.
+        """
+        for failure in self.failures:
+            print(f"failed: {failure}", file=sys.stderr)
+        if self.too_long is not None:
+            print(f"error: one run takes {self.too_long}: raise --minutes", file=sys.stderr)
+            return 1
+        if runs_left:
+            runs = "1 run is" if runs_left == 1 else f"at most {runs_left} runs are"
+            print(f"the time was up and {runs} left; the same command goes on where it ended", file=sys.stderr)
+            return 75
+        return 1 if self.failures else 0
 
 
 def leave(number: int) -> NoReturn:

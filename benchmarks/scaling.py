@@ -18,25 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import figure, rows
-from benchmarks.cases import CHECKOUTS, Cases, Plan, check_data, job_of, make_run, read_cases
+from benchmarks.cases import CHECKOUTS, WORK, Cases, Plan, check_data, job_of, make_run, read_cases, results_folder
 from benchmarks.compare import own_settings
 from benchmarks.peers.job import Job, Record
 from benchmarks.peers.mfubench_engine import run_config
-from benchmarks.runner import (
-    FIRST_RUN_S,
-    OutOfTime,
-    Runner,
-    check_machine,
-    deadline_after,
-    errors_in_one_line,
-    exit_code,
-)
+from benchmarks.runner import RERUN_MARGIN, OutOfTime, Runner, check_machine, deadline_after, errors_in_one_line
 from mfubench.analysis.statistics import student_t
 from mfubench.config import ConfigError
 from mfubench.machine import describe_cards
 from mfubench.run_log import write_text_atomically
 
-HERE = Path(__file__).parent
 DEFAULT_ARMS = ("mfubench:ddp", "mfubench:zero1", "mfubench:fsdp", "torchtitan:fsdp", "nanogpt:ddp")
 ALONE = "none"  # parallelism of the one-GPU jobs
 JOINT = ("ddp", "zero1", "fsdp")  # parallelisms of an arm
@@ -103,8 +94,8 @@ class Scaling:
 
     def trial(self, system: str) -> Record:
         """A short run on one card: whether the system is to be had, how long its step takes, and its compile cache."""
-        expected = 5.0 if self.runner.plan.device == "cpu" else FIRST_RUN_S
-        return self.runner.run([self.trial_job(system)], f"{self.setting.model}: {system}, trial", expected, [[0]])[0]
+        label = f"{self.setting.model}: {system}, trial"
+        return self.runner.run([self.trial_job(system)], label, self.runner.first_run_s, [[0]])[0]
 
     def step_time(self, trial: Record | None) -> float | None:
         """Seconds of a step, at most: micro-steps share one optimizer update, which each step of the trial has."""
@@ -129,7 +120,7 @@ class Scaling:
                 if system in self.lost:
                     continue
                 trial, plan = trials[system], self.runner.plan
-                expected = 1.25 * (trial.wall_s + plan.preheat_s + plan.measure_s)
+                expected = RERUN_MARGIN * (trial.wall_s + plan.preheat_s + plan.measure_s)
                 label = f"{self.setting.label}, {self.setting.cards} cards, repeat {number}: {system}"
                 self.runner.run(
                     self.alone(system, trial, number), f"{label} alone", expected, [[card] for card in cards]
@@ -160,12 +151,15 @@ class Scaling:
         """One row an arm, from what is finished."""
         found = []
         for arm in self.arms:
-            system = arm.partition(":")[0]
-            if (lost := self.lost.get(system)) is not None:
-                found.append(rows.row_of(self.job(system, arm.partition(":")[2], self.setting, "-"), [lost]))
-                continue
+            system, _, parallelism = arm.partition(":")
             trial = self.runner.done([self.trial_job(system)])
             if trial is None:
+                continue
+            if trial[0].status != "ok":
+                row = rows.row_of(self.job(system, parallelism, self.setting, "-"), trial)
+                if row["status"] != "missing":  # the arm itself was not tried
+                    row["reason"] = f"trial on one card: {row['reason']}"
+                found.append(row)
                 continue
             pairs = [
                 (alone, joint[0])
@@ -178,17 +172,15 @@ class Scaling:
         return found
 
     def row(self, arm: str, job: Job, pairs: Sequence[tuple[list[Record], Record]]) -> dict[str, Any]:
-        row = rows.row_of(job, [joint for _, joint in pairs])
+        row = rows.row_of(job, [joint for _, joint in pairs]) | {"arm": arm}
         good = [
             (statistics.mean(single.rate or 0.0 for single in alone), joint.rate, alone)
             for alone, joint in pairs
             if joint.rate and all(single.rate for single in alone)
         ]
-        row["arm"] = arm
+        if failed := [single for alone, _ in pairs for single in alone if single.status != "ok"]:
+            row["alone_failed"] = f"{failed[0].status}: {failed[0].reason}"  # status and reason are the arm's own
         if not good:
-            failed = next((single for alone, _ in pairs for single in alone if single.status != "ok"), None)
-            if row["status"] == "ok" and failed is not None:
-                row |= {"status": failed.status, "reason": f"alone: {failed.reason}"}
             return row
         q1, median, q3 = rows.quartiles([alone for alone, _, _ in good])
         row["alone_tokens_per_s_per_gpu"] = {"median": median, "q1": q1, "q3": q3, "repeats": len(good)}
@@ -227,9 +219,9 @@ def table(found: Sequence[dict[str, Any]]) -> str:
         name = row.get("arm") or f"{row['system']}:{row['parallelism']}"
         batch = f"{row['micro_batch_size']} × {row['gradient_accumulation_steps']}"
         rate, efficiency = row["tokens_per_s_per_gpu"], row.get("efficiency")
-        if rate is None or efficiency is None:
-            reason = f"{row['status']}: {row['reason']}"
-            lines.append([name, f"{row['world_size']}", batch, "", reason, "", "", ""])
+        together = f"{rate['median']:,.0f}" if rate else f"{row['status']}: {row['reason']}"
+        if efficiency is None:
+            lines.append([name, f"{row['world_size']}", batch, row.get("alone_failed", ""), together, "", "", ""])
             continue
         alone = row["alone_tokens_per_s_per_gpu"]
         bounds = f"{efficiency['low']:.1%} to {efficiency['high']:.1%}" if "low" in efficiency else ""
@@ -240,7 +232,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
                 f"{row['world_size']}",
                 batch,
                 f"{alone['median']:,.0f}",
-                f"{rate['median']:,.0f}",
+                together,
                 f"{efficiency['median']:.1%} ({bounds})" if bounds else f"{efficiency['median']:.1%}",
                 f"{row['efficiency_of_slowest']['median']:.1%}",
                 f"{min(shares):.0%}" if shares else "",
@@ -267,8 +259,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--accumulation", type=int, nargs="+", default=[4, 1])
     parser.add_argument("--micro-batch-size", type=int, help="left out: the first of the model's case in cases.yaml")
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--work", type=Path, default=HERE.parent / "build" / "benchmarks")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--work", type=Path, default=WORK)
+    parser.add_argument("--results", type=Path, help="left out: benchmarks/results, with --tiny below --work")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--preheat", type=float, default=10.0)
     parser.add_argument("--measure", type=float, default=15.0)
@@ -305,7 +297,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Cases, Plan, list[Setting], 
 
 @errors_in_one_line
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input."""
+    """0: all was run; 75: --minutes are over, the same command goes on; 1: bad input, or a run failed."""
     arguments = make_parser().parse_args(argv)
     deadline = deadline_after(arguments.minutes)
     cases, plan, settings, arms = prepare(arguments)
@@ -314,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for scaling in scalings:
         scaling.check()
     check_machine(plan.work)
+    results = results_folder(arguments.results, arguments.work, arguments.tiny)
     left: set[str] = set()  # first outputs of the runs that are left: settings share their trials
     found: dict[str, list[dict[str, Any]]] = {}
     for setting, scaling in zip(settings, scalings, strict=True):
@@ -322,15 +315,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OutOfTime:
             left |= {jobs[0].output for jobs in scaling.runs_left()}
         found.setdefault(setting.label, []).extend(scaling.rows())
-        arguments.results.mkdir(parents=True, exist_ok=True)
+        results.mkdir(parents=True, exist_ok=True)
         of_setting = found[setting.label]
-        rows.write_rows(arguments.results / f"scaling-{setting.label}.json", of_setting)
-        write_text_atomically(arguments.results / f"scaling-{setting.label}.md", table(of_setting))
+        rows.write_rows(results / f"scaling-{setting.label}.json", of_setting)
+        write_text_atomically(results / f"scaling-{setting.label}.md", table(of_setting))
         print(f"\n{setting.label}\n{table(of_setting)}", flush=True)
     for model in dict.fromkeys(setting.model for setting in settings):
         of_model = [row for of_setting in found.values() for row in of_setting if row["model"] == model]
-        figure.draw_scaling(arguments.results / f"scaling-{model}.png", of_model)
-    return exit_code(len(left))
+        figure.draw_scaling(results / f"scaling-{model}.png", of_model)
+    return runner.exit_code(len(left))
 
 
 if __name__ == "__main__":

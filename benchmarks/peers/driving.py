@@ -8,6 +8,8 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -25,6 +27,7 @@ from mfubench.data.reader import TokenDataset
 from mfubench.telemetry import Sampler
 from mfubench.train.failures import classify
 from mfubench.train.loader import StepBatches
+from mfubench.train.watchdog import JOB, POLL_S, alive
 
 ENDLESS = 1_000_000  # steps
 VARIABLES = ("NCCL_", "TORCH_NCCL", "PYTORCH_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "TORCH_SYMM_MEM")
@@ -77,6 +80,19 @@ def checkout_version(folder: Path, *files: str) -> str:
     return f"sha256 {digest.hexdigest()[:12]} of {', '.join(files)}"
 
 
+def end_with_harness() -> None:
+    """A thread ends this process once the one that waits for its record is gone, even if that was killed outright."""
+
+    def watch(harness: int) -> None:
+        while alive(harness):
+            time.sleep(POLL_S)
+        print("the benchmark that started this run is gone", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    if JOB in os.environ:  # not where a driver was started by hand
+        threading.Thread(target=watch, args=(int(os.environ[JOB]),), name="harness", daemon=True).start()
+
+
 def drive(version: Callable[[Job], str], train: Callable[[Job, torch.device], None]) -> None:
     """The whole of a driver: `train` trains until the clock ends it; rank 0 writes what came of it. Never returns.
 
@@ -85,6 +101,7 @@ def drive(version: Callable[[Job], str], train: Callable[[Job, torch.device], No
     parser = argparse.ArgumentParser(description="Run one job of a benchmark in this process.")
     parser.add_argument("--job", required=True, type=Path)
     job = read_job(parser.parse_args().job)
+    end_with_harness()
     device = device_of(job)
     clock = StepClock(job, device)
     record = Record("failed", torch=torch.__version__, world_size=job.run.world_size, job=job.identity)

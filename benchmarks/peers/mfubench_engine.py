@@ -6,6 +6,7 @@ Settings are keys of RunConfig (`compile`, `attention`, `cuda_graphs`, `optimize
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import shlex
 import sys
@@ -37,8 +38,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run one job of a benchmark with mfubench's engine.")
     parser.add_argument("--job", required=True, type=Path)
     job = read_job(parser.parse_args().job)
-    run, output = run_config(job), job.folder / "run.json"
-    output.unlink(missing_ok=True)
+    run, output, failure = run_config(job), job.folder / "run.json", job.folder / "failure.json"
+    for path in (output, failure):
+        path.unlink(missing_ok=True)
     record = Record("failed", world_size=run.world_size, job=job.identity, command=shlex.join(sys.orig_argv))
     record.version = f"{__version__}, code {job.code[:8]}"
     arguments = ["--config", run.to_json(), "--data", job.data, "--work", job.work, "--output", str(output)]
@@ -46,7 +48,8 @@ def main() -> int:
     if output.exists():
         describe(record, read_run_log(output))
     else:
-        record.reason = f"the run failed: {job.folder / 'failure.json'}"
+        why = json.loads(failure.read_text(encoding="utf-8")) if failure.exists() else {"reason": "its log says why"}
+        record.reason = f"the run failed: {why['reason']}"
     record.write(job.output)
     return 0 if record.status == "ok" else 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -18,7 +20,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks import compare, figure, loss_parity, rows, scaling
-from benchmarks.cases import Plan, make_job, make_run, read_cases
+from benchmarks.cases import RESULTS, WORK, Cases, Plan, System, job_of, make_job, make_run, read_cases
 from benchmarks.compare import Bench, make_parser, prepare
 from benchmarks.peers.clock import Finished, StepClock
 from benchmarks.peers.driving import outcome
@@ -59,7 +61,7 @@ class FakeRunner(Runner):
 
     def __init__(self, plan: Plan, known: dict[tuple[str, int], Record], runs_left: int = 1000):
         super().__init__(plan, read_cases(), math.inf)
-        self.known, self.runs_left, self.ran = known, runs_left, []
+        self.known, self.runs_left, self.ran, self.expected = known, runs_left, [], []
 
     def run(self, jobs, label, expected_s, cards):
         if (found := self.settled(jobs)) is not None:
@@ -67,6 +69,7 @@ class FakeRunner(Runner):
         if self.runs_left == 0:
             raise OutOfTime
         self.runs_left -= 1
+        self.expected.append(expected_s)
         records = []
         for job in jobs:
             self.ran.append(f"{job.system} {job.folder.name}")
@@ -305,7 +308,40 @@ def test_a_job_that_fails_alone_is_the_reason_of_an_efficiency_that_is_missing(t
     good = record_at(1000.0)
     alone = [good, Record("oom", reason="out of memory")]
     row = bench.row("mfubench:ddp", bench.joint("mfubench:ddp", good, 0), [(alone, good)])
-    assert "oom: alone: out of memory" in scaling.table([row])
+    assert (row["status"], row["reason"]) == ("ok", None)  # the arm itself ran well
+    cells = [cell.strip() for cell in scaling.table([row]).splitlines()[2].split("|")]
+    assert cells[4:7] == ["oom: out of memory", "1,000", ""]  # alone, together, efficiency
+
+
+def test_a_trial_that_fails_is_not_taken_for_an_arm_that_does(tmp_path):
+    """One card may be too small for what several share."""
+    runner = FakeRunner(make_plan(tmp_path), {("mfubench", 8): Record("oom", reason="out of memory")})
+    bench = scaling.Scaling(scaling.Setting("llama2-1.36b", 2048, 4, 2, 8), ["mfubench:fsdp"], runner, 1)
+    bench.everything()
+    assert "| oom: trial on one card: out of memory |" in scaling.table(bench.rows())
+
+
+def test_a_batch_that_is_broken_is_blamed_and_not_one_that_needs_too_much_memory(tmp_path):
+    known = {
+        ("transformers", 4): Record("oom", reason="out of memory"),
+        ("transformers", 2): Record("failed", reason="ValueError: bad"),
+    }
+    bench = Bench("llama3-1.5b", ["transformers"], FakeRunner(make_plan(tmp_path), known), 1)
+    bench.everything()
+    (row,) = bench.rows()
+    assert (row["micro_batch_size"], row["status"], row["reason"]) == (2, "failed", "ValueError: bad")
+    assert row["micro_batch_sizes_tried"] == {"4": "oom", "2": "failed"}
+
+
+def test_what_was_missing_in_an_earlier_call_is_a_row_of_one_that_came_no_further(tmp_path):
+    known = {("mfubench", 8): record_at(1000.0), ("torchtitan", 8): Record("missing", reason="not installed")}
+    setting, arms = scaling.Setting("llama2-1.36b", 2048, 4, 2, 8), ["torchtitan:fsdp"]
+    scaling.Scaling(setting, arms, FakeRunner(make_plan(tmp_path), known), 1).everything()
+    later = scaling.Scaling(setting, arms, FakeRunner(make_plan(tmp_path), known, runs_left=0), 1)
+    with pytest.raises(OutOfTime):
+        later.everything()
+    (row,) = later.rows()
+    assert (row["system"], row["status"], row["reason"]) == ("torchtitan", "missing", "not installed")
 
 
 def test_one_trial_serves_all_accumulations_and_numbers_of_cards(tmp_path):
@@ -329,12 +365,12 @@ def test_losses_are_held_against_the_same_seed_and_the_spread_of_others():
     assert "no spread" in loss_parity.verdict([found], None)
 
 
-def parity_of(work: Path, **known: Record) -> loss_parity.Parity:
+def parity_of(work: Path, seeds: int = 1, **known: Record) -> loss_parity.Parity:
     plan = make_plan(work)
     if not plan.data.exists():
         write_tiny_dataset(plan.data)
     runner = FakeRunner(plan, {(system.replace("_", "-"), 2): record for system, record in known.items()})
-    return loss_parity.Parity(loss_parity.Work("llama2-tiny", 64, 2, 1, 4, 1), ["mfubench"], runner)
+    return loss_parity.Parity(loss_parity.Work("llama2-tiny", 64, 2, 1, 4, seeds), ["mfubench"], runner)
 
 
 def test_a_loss_curve_that_is_not_there_says_why(tmp_path):
@@ -346,7 +382,8 @@ def test_a_loss_curve_that_is_not_there_says_why(tmp_path):
     result = parity.result()
     assert result["lost"]["mfubench 0 first"] == "failed: the loss of step 2 is not finite"
     assert set(result["lost"]) == {"mfubench 0 first", "mfubench-eager 0 first", "mfubench-eager 0 again"}
-    assert "oom: None" in loss_parity.table(result)  # the reference's own reason comes first
+    # each reason stands with what it is of: the arm's row has its own first
+    assert "| failed: the loss of step 2 is not finite; mfubench-eager: oom: None |" in loss_parity.table(result)
     figure.draw_losses(tmp_path / "none.png", result)
     assert (tmp_path / "none.png").stat().st_size > 1000
 
@@ -363,6 +400,16 @@ def test_the_legend_of_losses_covers_no_curve(tmp_path, monkeypatch):
     axes, _ = drawn[0].axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["mfubench-eager", "mfubench"]
     assert axes.get_legend().get_window_extent().y0 > axes.get_window_extent().y1 - 1e-6
+
+
+def test_a_run_is_expected_to_take_as_long_as_the_one_before_it(tmp_path):
+    eager, fast = (dataclasses.replace(record_at(1.0), wall_s=seconds) for seconds in (40.0, 8.0))
+    parity = parity_of(tmp_path, seeds=2, mfubench_eager=eager, mfubench=fast)
+    parity.everything(90.0)
+    assert parity.runner.expected == [90.0, 90.0, 50.0, 50.0, 10.0]  # eager, fast, eager again; eager, fast
+    one_more = parity_of(tmp_path, seeds=3, mfubench_eager=eager, mfubench=fast)
+    one_more.everything(90.0)
+    assert one_more.runner.expected == [50.0, 10.0]  # runs of an earlier call tell it too
 
 
 def test_losses_of_other_tokens_are_another_run(tmp_path):
@@ -414,11 +461,143 @@ def test_bad_input_is_told_before_anything_runs(tmp_path, capsys, harness, argum
         (loss_parity, ["--seeds", "2"], 5),
     ],
 )
-def test_a_harness_out_of_time_says_how_to_go_on_and_what_is_left(tmp_path, capsys, harness, arguments, left):
+def test_a_harness_out_of_time_says_how_to_go_on_and_what_is_left(
+    tmp_path, capsys, monkeypatch, harness, arguments, left
+):
+    monkeypatch.setattr(harness, "Runner", functools.partial(Runner, kept_s=600.0))  # other runs took the time
     places = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "results")]
     assert harness.main(["--tiny", *places, *arguments, "--minutes", "0.001"]) == 75
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"the time was up and at most {left} runs are left; the same command goes on where it ended"
+
+
+@pytest.mark.parametrize(
+    ("harness", "arguments", "length"), [(compare, [], 5), (scaling, [], 5), (loss_parity, ["--steps", "40"], 7)]
+)
+def test_a_call_too_short_for_one_run_is_bad_input(tmp_path, capsys, harness, arguments, length):
+    """It would never come further: the same command has no more time."""
+    before = set(RESULTS.iterdir())
+    assert harness.main(["--tiny", "--work", str(tmp_path), *arguments, "--minutes", "0.001"]) == 1
+    assert capsys.readouterr().err == f"error: one run takes about {length} s: raise --minutes\n"
+    # what a tiny run writes is no result
+    assert set(RESULTS.iterdir()) == before and list((tmp_path / "results").glob("*.md"))
+    assert WORK.is_relative_to(ROOT / "build")
+
+
+TOLD = """
+import sys, time
+from pathlib import Path
+from benchmarks.peers.job import Record, read_job
+
+job = read_job(Path(sys.argv[2]))
+time.sleep(job.settings["sleep_s"])
+if job.settings["status"] == "none":
+    sys.exit(3)
+Record(job.settings["status"], reason="it was told to", job=job.identity).write(job.output)
+"""
+ENDLESS = """
+import time
+from benchmarks.peers.driving import drive, rank
+
+def train(job, device):
+    (job.folder / f"training-{rank()}").touch()
+    time.sleep(600)
+
+drive(lambda job: "1.0", train)
+"""
+
+
+@pytest.fixture
+def drivers(tmp_path, monkeypatch) -> Path:
+    """A folder whose drivers the harness finds beside its own."""
+    folder = tmp_path / "drivers" / "benchmarks" / "peers"
+    folder.mkdir(parents=True)
+    (folder / "told.py").write_text(TOLD)
+    (folder / "endless.py").write_text(ENDLESS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "drivers"))
+    return tmp_path / "drivers"
+
+
+class Told:
+    """A runner of jobs that end as told, within `seconds`."""
+
+    def __init__(self, work: Path, seconds: float):
+        self.plan = make_plan(work)
+        self.plan.data.mkdir(exist_ok=True)
+        self.runner = Runner(self.plan, Cases(systems={}, cases={}), time.monotonic() + seconds)
+
+    def run(self, name: str, status: str, sleep_s: float = 0.0, expected_s: float = 1.0) -> Record:
+        system = System(driver="told", settings={"status": status, "sleep_s": sleep_s})
+        self.runner.cases.systems[name] = system
+        job = job_of(self.plan, self.runner.cases, name, make_run("llama2-tiny", 8, 1, 1, "cpu"), self.plan.work / name)
+        return self.runner.run([job], name, expected_s, [[0]])[0]
+
+
+def test_a_run_that_fits_a_fresh_call_is_left_to_it(tmp_path, drivers, capsys):
+    first = Told(tmp_path, 600)
+    assert first.run("quick", "ok").status == "ok"
+    assert 0 < first.runner.kept_s < 60
+    with pytest.raises(OutOfTime):
+        first.run("long", "ok", expected_s=600 - first.runner.kept_s / 2)
+    assert first.runner.exit_code(1) == 75
+    assert capsys.readouterr().err == "the time was up and 1 run is left; the same command goes on where it ended\n"
+    second = Told(tmp_path, 600)
+    second.run("quick", "ok")
+    assert second.runner.kept_s == 0  # it was taken from its file
+    with pytest.raises(OutOfTime):
+        second.run("long", "ok", expected_s=601)
+    assert second.runner.exit_code(1) == 1
+    assert capsys.readouterr().err == "error: one run takes about 601 s: raise --minutes\n"
+
+
+def test_what_every_call_runs_anew_leaves_no_more_time_to_the_next(tmp_path, drivers):
+    told = Told(tmp_path, 600)
+    told.run("absent", "missing", sleep_s=1.0)
+    with pytest.raises(OutOfTime):
+        told.run("long", "ok", expected_s=599.9)
+    assert told.runner.too_long == "about 600 s" and told.runner.exit_code(1) == 1
+
+
+def test_a_run_that_the_whole_call_was_too_short_for_is_not_tried_for_ever(tmp_path, drivers, capsys):
+    told = Told(tmp_path, 2)
+    with pytest.raises(OutOfTime):
+        told.run("long", "ok", sleep_s=600)
+    assert told.runner.exit_code(1) == 1
+    assert capsys.readouterr().err == "error: one run takes more than 2 s: raise --minutes\n"
+
+
+def test_what_failed_is_named_at_the_end_and_what_cannot_be_had_is_no_failure(tmp_path, drivers, capsys):
+    told = Told(tmp_path, math.inf)
+    for name, status in (("absent", "missing"), ("large", "oom"), ("good", "ok")):
+        told.run(name, status)
+    assert told.runner.exit_code(0) == 0 and capsys.readouterr().err == ""
+    told.run("broken", "failed")
+    told.run("dead", "none")
+    assert told.runner.exit_code(0) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"failed: broken: it was told to; log: {tmp_path / 'broken' / 'log.txt'}",
+        f"failed: dead: ended with code 3 and no record; log: {tmp_path / 'dead' / 'log.txt'}",
+    ]
+    assert told.runner.exit_code(2) == 75  # the others are still to be run, and these are run again
+
+
+def test_a_harness_whose_run_failed_says_so_by_its_exit_code(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("MFUBENCH_TIMEOUT_S", "soon")  # which the engine refuses
+    arguments = ["--tiny", "--work", str(tmp_path), "--arms", "mfubench:ddp", "--accumulation", "1", "--repeats", "1"]
+    assert scaling.main(arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    log = tmp_path / "scaling" / "llama2-tiny-accumulation1" / "1-card" / "mfubench-none" / "trial" / "log.txt"
+    assert line == f"failed: llama2-tiny: mfubench, trial: the run failed: its log says why; log: {log}"
+    assert "MFUBENCH_TIMEOUT_S is 'soon'" in log.read_text()
+
+
+def test_the_engines_own_words_are_the_reason_of_its_failure(tmp_path):
+    plan = make_plan(tmp_path / "work")
+    runner = Runner(plan, read_cases(), math.inf)
+    job = make_job(plan, runner.cases, "tiny", "mfubench", 2, "trial", trial=True)  # its dataset does not exist
+    (record,) = runner.run([job], "tiny", 1.0, [[0]])
+    words = json.loads((job.folder / "failure.json").read_text())["reason"]
+    assert (record.status, record.reason) == ("failed", f"the run failed: {words}")
 
 
 def test_runs_that_are_done_or_lost_are_not_left(tmp_path):
@@ -521,6 +700,48 @@ def test_a_stopped_harness_takes_its_job_with_it(tmp_path):
     finally:
         process.kill()
     assert not list((tmp_path / "work").rglob("record.json"))
+
+
+def test_an_engine_ends_with_a_harness_that_was_killed(tmp_path):
+    """Nobody can hand a SIGKILL on, and the engine would hold its card until it was done."""
+    places = ["--work", str(tmp_path / "work"), "--results", str(tmp_path / "results")]
+    command = [sys.executable, "-m", "benchmarks.loss_parity", "--tiny", "--steps", "5000", "--seeds", "1", *places]
+    end_after_kill(command, lambda: list((tmp_path / "work").rglob("steps.jsonl")))
+
+
+def test_a_peers_ranks_end_with_a_harness_that_was_killed(tmp_path, drivers):
+    """Their parent is torchrun, which outlives the harness too."""
+    run = make_run("llama2-tiny", 8, 1, 1, "cpu", world_size=2, parallelism="ddp")
+    folder = tmp_path / "work"
+    job = Job("endless", "endless", run, "data", str(folder), str(folder / "record.json"))
+    write_job(tmp_path / "job.json", job)
+    harness = (
+        "import sys, time; from pathlib import Path; from benchmarks.peers.job import read_job; "
+        "from benchmarks.processes import start; "
+        "start(read_job(Path(sys.argv[1])), Path(sys.argv[2])); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", harness, str(tmp_path / "job.json"), str(tmp_path / "cache")]
+    end_after_kill(command, lambda: len(list(folder.glob("training-*"))) == 2)
+
+
+def end_after_kill(command: list[str], trains: Callable[[], object]) -> None:
+    """Kill a harness once its job trains, and see that nothing it started outlives it for long."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.DEVNULL)
+    jobs: list[psutil.Process] = []
+    try:
+        deadline = time.monotonic() + 120
+        while not trains():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        jobs = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        assert jobs and not psutil.wait_procs(jobs, timeout=20)[1]
+    finally:
+        process.kill()
+        for one in psutil.wait_procs(jobs, timeout=0)[1]:
+            one.kill()
 
 
 @pytest.mark.slow

@@ -246,8 +246,24 @@ def test_rows_are_kept_when_it_is_broken_off(tmp_path: Path, monkeypatch: pytest
 
 
 def test_no_loop_begins_that_would_end_too_late(capsys: pytest.CaptureFixture[str]) -> None:
-    assert matmuls.main(["--tiny", "--seconds", "60", "--minutes", "0.5"]) == 75
-    assert "the time was up in 'gate_up forward, SwiGLU'" in capsys.readouterr().err
+    assert matmuls.main(["--tiny", "--seconds", "2", "--minutes", "0.06"]) == 75
+    captured = capsys.readouterr()
+    assert "the time was up in" in captured.err and len(captured.out.splitlines()) > 2
+
+
+def test_a_call_too_short_for_one_loop_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert matmuls.main(["--tiny", "--seconds", "60", "--minutes", "0.5"]) == 1
+    assert capsys.readouterr().err == "error: one loop takes about 60 s: raise --minutes\n"
+
+
+def test_rows_that_failed_are_named_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmuls, "relative_error", lambda *_: 0.5)
+    assert matmuls.main(["--tiny", "--only", "qkv forward"]) == 1
+    assert capsys.readouterr().err == (
+        "failed: qkv forward: torch, mm: ArithmeticError: differs from torch's result by 5.0e-01 of its norm\n"
+    )
 
 
 @pytest.mark.parametrize(
