@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: run test test-all test-kernels test-faults test-cluster check lint format typecheck setup flash-attn flash-attn-3 lock clean help
+.PHONY: run test test-all test-kernels test-faults test-cluster check lint format typecheck setup flash-attn flash-attn-3 quack lock clean help
 
 run: setup  ## run the default study on this machine
 	snakemake --cores $(CORES)
@@ -73,6 +73,12 @@ flash-attn: setup  ## build FlashAttention-2 against the installed torch (CUDA t
 
 flash-attn-3: setup  ## FlashAttention-3 for H100, H200: the library in xformers' wheel, and the CUDA runtime that it wants
 	$(BIN)/python -m pip install --no-deps xformers==0.0.34 nvidia-cuda-runtime-cu12==12.8.90
+
+quack: setup  ## quack-kernels for H100, H200: SwiGLU in the matmuls beside it; without dependencies that torch's CUDA 13 builds bring
+	$(BIN)/python -m pip install --no-deps quack-kernels==0.6.5 apache-tvm-ffi==0.1.15.post2 nvidia-cutlass-dsl==4.7.1 \
+	  nvidia-cutlass-dsl-libs-base==4.7.1 nvidia-cutlass-dsl-libs-core==4.7.1 nvidia-cutlass-dsl-libs-cu13==4.7.1 \
+	  torch-c-dlpack-ext==0.1.5
+	$(BIN)/python -c "import quack.gemm_interface"
 
 lock:  ## make requirements.lock anew from pyproject.toml
 	rm -rf build/lock && $(PYTHON) -m venv build/lock

@@ -207,8 +207,10 @@ class KernelsConfig(Strict):
 
     norm: Literal["auto", "plain", "fused"] = "plain"
     rope: Literal["auto", "plain", "fused"] = "plain"
-    swiglu: Literal["auto", "plain", "fused", "recompute"] = Field(
-        "plain", description="recompute: fused, and computed again in the backward pass: less memory"
+    swiglu: Literal["auto", "plain", "fused", "recompute", "matmul"] = Field(
+        "plain",
+        description="recompute: fused, and computed again in the backward pass: less memory; "
+        "matmul: in the matmuls beside it (quack-kernels, Hopper), and computed again there",
     )
     cross_entropy: Literal["auto", "plain", "fused"] = "plain"
     weight_gradient: Literal["auto", "plain", "accumulate"] = "plain"
@@ -332,8 +334,10 @@ class RunConfig(Strict):
             )
         if self.continues == self.name:
             raise ValueError(f"continues: {self.name} cannot start from its own checkpoint (a resume does)")
-        if self.fp8 and self.kernels.swiglu == "recompute":
-            raise ValueError("kernels.swiglu: recompute has a matmul of its own, which fp8 cannot replace; use fused")
+        if self.fp8 and self.kernels.swiglu in ("recompute", "matmul"):
+            raise ValueError(
+                f"kernels.swiglu: {self.kernels.swiglu} has a matmul of its own, which fp8 cannot replace; use fused"
+            )
         if self.fp8 and self.dtype != "bfloat16":
             raise ValueError(f"fp8 needs dtype: bfloat16 for what stays outside the float8 matmuls, not {self.dtype}")
         return self

@@ -27,6 +27,7 @@ KERNEL_PACKAGES = (
     "flash-attn-3",
     "flash-attn-4",
     "liger-kernel",
+    "quack-kernels",
     "torchao",
     "xformers",  # brings FlashAttention-3's library
 )

@@ -148,6 +148,10 @@ def elementwise_bytes_by_group(config: RunConfig) -> dict[str, float]:
     # gradient and inputs, and their gradients; the product again where it was not kept
     recomputed = "activation" in own and config.kernels.swiglu == "recompute"
     mlp_backward = (2 * gated + (2 if recomputed else 1)) * intermediate
+    if "activation" in own and config.kernels.swiglu == "matmul":
+        # beside what the matmuls write in any case: forward the product in gate_up's stead, which the tile still holds,
+        # backward gate and up are read, and their gradients and the product written in place of the product's gradient
+        mlp_forward, mlp_backward = 0, 4 * intermediate
 
     a_layer = {
         "norm": 2 * norm_forward * forwards + 2 * norm_backward + query_key_norm,
@@ -167,7 +171,7 @@ def own_groups(config: RunConfig) -> set[str]:
     own = {
         "norm": kernels.norm == "fused" and "norm" not in lacks,
         "rope": kernels.rope == "fused" and "rope" not in lacks,
-        "activation": kernels.swiglu in ("fused", "recompute") and "swiglu" not in lacks,
+        "activation": kernels.swiglu in ("fused", "recompute", "matmul") and "swiglu" not in lacks,
         "loss": kernels.cross_entropy == "fused" and config.loss in ("full", "chunked"),
     }
     return {name for name, used in own.items() if used}

@@ -67,9 +67,7 @@ def look(path: Path) -> View:
         where = f"while it runs, watch {work}" if work is not None and work.is_dir() else "no run is in progress there"
         raise ConfigError(f"{path}: does not exist (a run JSON is written when its run ends); {where}")
     if not is_run_log(result_files.read_json(path)):
-        raise ConfigError(
-            f"{path}: is no run JSON (runs/<stage>/<case>.json); of a memory search watch a trial"
-        )
+        raise ConfigError(f"{path}: is no run JSON (runs/<stage>/<case>.json); of a memory search watch a trial")
     return view_of_log(read_run_log(path))
 
 

@@ -104,14 +104,20 @@ class SwiGlu(nn.Module):
         model: ModelConfig,
         activation: Callable[[Tensor], Tensor] = swiglu,
         with_linear: Callable[..., Tensor] | None = None,
+        with_both: Callable[..., Tensor] | None = None,
     ):
-        """with_linear: the activation and `down` in one, of (gate_up, weight, bias, main gradient)."""
+        """with_linear: the activation and `down` in one, of (gate_up, weight, bias, main gradient). with_both: all
+        three, of (inputs, weight, weight, main gradient, main gradient), in place of the others where gradients are
+        wanted; without bias.
+        """
         super().__init__()
-        self.activation, self.with_linear = activation, with_linear
+        self.activation, self.with_linear, self.with_both = activation, with_linear, with_both
         self.gate_up = Linear(model.hidden_size, 2 * model.intermediate_size, bias=model.mlp_bias)
         self.down = Linear(model.intermediate_size, model.hidden_size, bias=model.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.with_both is not None and torch.is_grad_enabled():
+            return self.with_both(hidden, self.gate_up.weight, self.down.weight, self.gate_up.main, self.down.main)
         if self.with_linear is not None:
             return self.with_linear(self.gate_up(hidden), self.down.weight, self.down.bias, self.down.main)
         return self.down(self.activation(self.gate_up(hidden)))
@@ -121,6 +127,7 @@ def make_mlp(
     model: ModelConfig,
     activation: Callable[[Tensor], Tensor] = swiglu,
     with_linear: Callable[..., Tensor] | None = None,
+    with_both: Callable[..., Tensor] | None = None,
 ) -> nn.Module:
     """The model's feed-forward layer, [B, T, hidden] -> [B, T, hidden]; the functions are SwiGLU's."""
-    return SwiGlu(model, activation, with_linear) if model.mlp == "swiglu" else Mlp(model)
+    return SwiGlu(model, activation, with_linear, with_both) if model.mlp == "swiglu" else Mlp(model)

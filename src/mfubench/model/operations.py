@@ -21,6 +21,7 @@ from mfubench.run_log import Choice
 KINDS = ("norm", "rope", "swiglu")  # keys of KernelsConfig that this module resolves
 TOKENS = 5  # of a sequence of the try that a kernel must pass before it is used
 JOINED_TOKENS = 256  # of the try of split_heads and attention as one
+TILED_TOKENS = 512  # of the try of SwiGLU in the matmuls: a few tiles
 # Largest difference to float32 results that such a try may show, in units of the largest value, by dtype.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
@@ -33,6 +34,7 @@ class Operations:
     split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = split_heads
     swiglu: Callable[[Tensor], Tensor] = swiglu
     swiglu_linear: Callable[..., Tensor] | None = None  # with the matmul behind, where the product is not kept
+    swiglu_mlp: Callable[..., Tensor] | None = None  # with both matmuls, in whose tiles it is computed
     packed_attention: Callable[..., Tensor] | None = None  # split_heads and attention in one; None: one by one
 
     def add_and_norm(
@@ -105,7 +107,7 @@ def resolve_operations(
     in_place: operations may overwrite what a matmul has written, which a checkpoint of matmuls' outputs forbids.
 
     `auto` and `fused` end in the fused form where the model has such an operation and a try on the device gives what
-    the plain form gives, else in the plain one.
+    the plain form gives, else in the plain one. `auto` of swiglu ends in the matmuls where that can be had.
     """
     device = torch.device(device)
     operations, choices = PLAIN, {}
@@ -118,6 +120,10 @@ def resolve_operations(
                 operations, used = replace(operations, **fused), "fused"
             if fused is not None and wanted == "recompute":
                 operations, used = replace(operations, **load_swiglu_linear()), "recompute"
+            if fused is not None and kind == "swiglu" and wanted in ("auto", "matmul"):
+                swiglu_mlp, reason = try_swiglu_mlp(model, device, dtype, in_place)
+                if swiglu_mlp is not None:
+                    operations, used = replace(operations, swiglu_mlp=swiglu_mlp), "matmul"
         choices[kind] = Choice(requested=wanted, used=used, reason=reason)
     return operations, choices
 
@@ -208,6 +214,53 @@ def try_fused(
     if not difference <= TOLERANCE[dtype]:
         return None, wrong_by(difference)
     return fused, None
+
+
+def try_swiglu_mlp(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, in_place: bool
+) -> tuple[Callable[..., Tensor] | None, str | None]:
+    """SwiGLU in the matmuls beside it where a try gives what the plain layer gives in float32, or None and why not."""
+    if model.mlp_bias:
+        return None, "not in the matmuls: they have a bias"
+    if not in_place:
+        return None, "not in the matmuls: fp8 or selective checkpointing wants those for itself"
+    if dtype == torch.float32:
+        return None, "not in the matmuls: quack's compute in half precision"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return None, "not in the matmuls: they were tried on Hopper alone"
+    try:
+        from mfubench.model.fused import swiglu_matmul
+
+        swiglu_matmul.quack()
+    except Exception as error:  # beside other versions than its own it raises errors of many kinds
+        return None, f"not in the matmuls: needs quack-kernels ({type(error).__name__}: {error})"
+    generator = torch.Generator(device).manual_seed(0)
+    hidden, width = model.hidden_size, model.intermediate_size
+
+    def draw(*shape: int, scale: float = 1.0) -> Tensor:
+        return (scale * torch.randn(*shape, generator=generator, device=device)).to(dtype)
+
+    leaves = (
+        draw(TILED_TOKENS, hidden),
+        draw(2 * width, hidden, scale=hidden**-0.5),
+        draw(hidden, width, scale=width**-0.5),
+    )
+    weight = draw(TILED_TOKENS, hidden)
+    try:
+        results = []
+        for exact in (dtype, torch.float32):
+            x, gate_up, down = (leaf.to(exact).requires_grad_() for leaf in leaves)
+            if exact == dtype:
+                out = swiglu_matmul.swiglu_mlp(x, gate_up, down, None, None)
+            else:
+                out = F.linear(swiglu(F.linear(x, gate_up)), down)
+            results.append([out.detach(), *torch.autograd.grad(out, [x, gate_up, down], weight.to(exact))])
+    except Exception as error:
+        return None, f"in the matmuls it {not_running(error)}"
+    difference = largest_relative(*results)
+    if not difference <= TOLERANCE[dtype]:
+        return None, f"in the matmuls it {wrong_by(difference)}"
+    return swiglu_matmul.swiglu_mlp, None
 
 
 def wrong_by(difference: float) -> str:
