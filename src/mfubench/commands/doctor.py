@@ -49,7 +49,10 @@ def examine() -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
         "cards": cards,
         "attention": examine_attention(),
-        "packages": {name: installed_version(name) for name in ("liger-kernel", "torchao", "flash-attn", "quack-kernels", "triton")},
+        "packages": {
+            name: installed_version(name)
+            for name in ("liger-kernel", "torchao", "flash-attn", "quack-kernels", "triton")
+        },
         "snakemake": installed_version("snakemake"),
         "plugins": {name: installed_version(name) for name in plugins},
         "graphviz": shutil.which("dot") is not None,
