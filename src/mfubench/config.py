@@ -39,6 +39,7 @@ Fallible = Literal[
     "norm",
     "rope",
     "swiglu",
+    "gelu",
     "cross_entropy",
     "weight_gradient",
     "adamw",
@@ -200,8 +201,9 @@ class KernelsConfig(Strict):
 
     fused: Triton, one pass over memory. norm: a norm without bias and the residual addition before it; rope: q/k-norm,
     RoPE and the split into q, k and v (without RoPE: the split, as one with an attention that writes one gradient of
-    all three); swiglu: silu(gate) * up; cross_entropy: the softmax of `full` and `chunked` losses, its gradient in
-    place of the logits; adamw: the update, with the weights rounded for the next step.
+    all three); swiglu: silu(gate) * up; gelu: GPT-2's, plain or in the matmuls beside it; cross_entropy: the softmax of
+    `full` and `chunked` losses, its gradient in place of the logits; adamw: the update, with the weights rounded for
+    the next step.
     weight_gradient accumulate: matmuls add to the float32 gradient of all micro-steps themselves.
     """
 
@@ -212,6 +214,7 @@ class KernelsConfig(Strict):
         description="recompute: fused, and computed again in the backward pass: less memory; "
         "matmul: in the matmuls beside it (quack-kernels, Hopper), and computed again there",
     )
+    gelu: Literal["auto", "plain", "matmul"] = "plain"
     cross_entropy: Literal["auto", "plain", "fused"] = "plain"
     weight_gradient: Literal["auto", "plain", "accumulate"] = "plain"
     adamw: Literal["auto", "plain", "fused"] = "plain"
@@ -338,6 +341,8 @@ class RunConfig(Strict):
             raise ValueError(
                 f"kernels.swiglu: {self.kernels.swiglu} has a matmul of its own, which fp8 cannot replace; use fused"
             )
+        if self.fp8 and self.kernels.gelu == "matmul":
+            raise ValueError("kernels.gelu: matmul has matmuls of its own, which fp8 cannot replace; use plain")
         if self.fp8 and self.dtype != "bfloat16":
             raise ValueError(f"fp8 needs dtype: bfloat16 for what stays outside the float8 matmuls, not {self.dtype}")
         return self

@@ -170,7 +170,8 @@ def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
     elif model.position == "rope" and not own_rope and config.activation_checkpointing != "selective":
         kept = kept + q_width + kv_width
     if config.activation_checkpointing != "selective":
-        recomputed = config.kernels.swiglu in ("recompute", "matmul") and model.mlp == "swiglu"
+        kernel = {"swiglu": config.kernels.swiglu, "gelu": config.kernels.gelu}.get(model.mlp, "plain")
+        recomputed = kernel in ("recompute", "matmul")
         inputs = 2 * hidden + (0 if recomputed else intermediate)  # norm outputs, product: could be rebuilt
         kept = kept + (inputs // element if config.fp8 and config.compile != "none" else inputs)
         if config.compile == "none" and model.mlp == "swiglu" and config.kernels.swiglu == "plain":

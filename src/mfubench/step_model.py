@@ -148,10 +148,11 @@ def elementwise_bytes_by_group(config: RunConfig) -> dict[str, float]:
     # gradient and inputs, and their gradients; the product again where it was not kept
     recomputed = "activation" in own and config.kernels.swiglu == "recompute"
     mlp_backward = (2 * gated + (2 if recomputed else 1)) * intermediate
-    if "activation" in own and config.kernels.swiglu == "matmul":
-        # beside what the matmuls write in any case: forward the product in gate_up's stead, which the tile still holds,
-        # backward gate and up are read, and their gradients and the product written in place of the product's gradient
-        mlp_forward, mlp_backward = 0, 4 * intermediate
+    if "activation" in own and in_matmuls(config):
+        # Beside what the matmuls write in any case. Forward what a tile holds is written once more, which costs
+        # nothing. Backward it is read (SwiGLU: gate and up), its gradient written in place of its output's, and its
+        # output again; a bias wants the sum of that gradient.
+        mlp_forward, mlp_backward = 0, (2 * gated + (1 if m.mlp_bias else 0)) * intermediate
 
     a_layer = {
         "norm": 2 * norm_forward * forwards + 2 * norm_backward + query_key_norm,
@@ -171,10 +172,16 @@ def own_groups(config: RunConfig) -> set[str]:
     own = {
         "norm": kernels.norm == "fused" and "norm" not in lacks,
         "rope": kernels.rope == "fused" and "rope" not in lacks,
-        "activation": kernels.swiglu in ("fused", "recompute", "matmul") and "swiglu" not in lacks,
+        "activation": in_matmuls(config) or (kernels.swiglu in ("fused", "recompute") and "swiglu" not in lacks),
         "loss": kernels.cross_entropy == "fused" and config.loss in ("full", "chunked"),
     }
     return {name for name, used in own.items() if used}
+
+
+def in_matmuls(config: RunConfig) -> bool:
+    """Whether the matmuls beside it compute the activation."""
+    kernels = {"swiglu": config.kernels.swiglu, "gelu": config.kernels.gelu}
+    return kernels.get(config.model.mlp) == "matmul"
 
 
 def lacking(model: ModelConfig) -> set[str]:
@@ -183,6 +190,7 @@ def lacking(model: ModelConfig) -> set[str]:
         "norm": model.norm_position == "pre" and not model.norm_bias,
         "rope": model.position == "rope",
         "swiglu": model.mlp == "swiglu",
+        "gelu": model.mlp == "gelu",
     }
     return {name for name, there in has.items() if not there}
 
@@ -368,6 +376,7 @@ def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:
     best = {
         **dict.fromkeys(lacking(config.model), "plain"),
         **({} if config.model.position == "rope" or not writes_one_gradient(config) else {"rope": "fused"}),
+        "gelu": "plain",  # in the matmuls it needs a package, as SwiGLU there does
         "cross_entropy": "plain" if config.loss == "fused" else "fused",
         "weight_gradient": "plain" if no_sum or captured or config.fp8 else "accumulate",
     }

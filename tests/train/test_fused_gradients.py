@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 from train.train_runs import finish_run, grad_norms, losses, run_many, start_run, tiny_config
 
+from mfubench.model.fused.mlp_matmul import mlp_in_matmuls
 from mfubench.model.weight_gradient import Linear, add_product
 from mfubench.run_log import read_run_log
 from mfubench.train.choices import resolve, resolve_weight_gradient
@@ -23,12 +24,14 @@ ACCUMULATE = {"weight_gradient": "accumulate"}
 A, B, T = 3, 2, 16
 
 
-def built(kernels=None, **overrides):
+def built(kernels=None, in_matmuls=None, **overrides):
     values = {"gradient_accumulation_steps": A, "micro_batch_size": B, "attention": "eager", **overrides}
     config = tiny_config(kernels=kernels or {}, **values)
     torch.manual_seed(config.seed)
     resolved = resolve(config, ALONE)
     model, engine = build_engine(config, resolved, ALONE)
+    for block in model.blocks:  # on a CPU no run chooses it
+        block.mlp.in_matmuls = in_matmuls
     optimizer = Optimizer(engine, config.optimizer, process=ALONE, scale_loss=False)
     return model, engine, TrainStep(model, engine, optimizer), resolved
 
@@ -91,6 +94,27 @@ def test_compiled_and_checkpointed(options):
     _, plain, _ = main_gradients(**architecture)
     _, found, resolved = main_gradients(kernels=ACCUMULATE, **options)
     assert resolved.used["compile"].used == options.get("compile", "none")
+    assert_same_gradients(found, plain, 3e-5)
+
+
+GPT2 = {"mlp": "gelu", "norm": "layernorm", "position": "learned", "tie_word_embeddings": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize("kernels", [{}, ACCUMULATE], ids=["plain", "accumulate"])
+@pytest.mark.parametrize("architecture", [{}, GPT2], ids=["swiglu", "gelu"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compile": "block", "compile_backend": "aot_eager"},
+        {"compile": "model", "compile_backend": "aot_eager"},
+        {"activation_checkpointing": "full"},
+    ],
+    ids=["eager", "block", "model", "checkpointed"],
+)
+def test_activations_in_their_matmuls(options, architecture, kernels):
+    _, plain, _ = main_gradients(model=architecture)
+    _, found, _ = main_gradients(kernels=kernels, in_matmuls=mlp_in_matmuls, model=architecture, **options)
     assert_same_gradients(found, plain, 3e-5)
 
 

@@ -86,13 +86,17 @@ def swiglu(gate_up: Tensor) -> Tensor:
 class Mlp(nn.Module):
     """up -> activation -> down (GPT-2)."""
 
-    def __init__(self, model: ModelConfig):
+    def __init__(self, model: ModelConfig, in_matmuls: Callable[..., Tensor] | None = None):
+        """in_matmuls: all of it, of (inputs, up, down, gated), where gradients are wanted."""
         super().__init__()
+        self.in_matmuls = in_matmuls
         self.up = Linear(model.hidden_size, model.intermediate_size, bias=model.mlp_bias)
         self.down = Linear(model.intermediate_size, model.hidden_size, bias=model.mlp_bias)
         self.activation = ACTIVATIONS[model.mlp]
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.in_matmuls is not None and torch.is_grad_enabled():
+            return self.in_matmuls(hidden, self.up, self.down, False)
         return self.down(self.activation(self.up(hidden)))
 
 
@@ -104,20 +108,20 @@ class SwiGlu(nn.Module):
         model: ModelConfig,
         activation: Callable[[Tensor], Tensor] = swiglu,
         with_linear: Callable[..., Tensor] | None = None,
-        with_both: Callable[..., Tensor] | None = None,
+        in_matmuls: Callable[..., Tensor] | None = None,
     ):
-        """with_linear: the activation and `down` in one, of (gate_up, weight, bias, main gradient). with_both: all
-        three, of (inputs, weight, weight, main gradient, main gradient), in place of the others where gradients are
-        wanted; without bias.
+        """with_linear: the activation and `down` in one, of (gate_up, weight, bias, main gradient).
+
+        in_matmuls: all of it, of (inputs, gate_up, down, gated), before the others where gradients are wanted.
         """
         super().__init__()
-        self.activation, self.with_linear, self.with_both = activation, with_linear, with_both
+        self.activation, self.with_linear, self.in_matmuls = activation, with_linear, in_matmuls
         self.gate_up = Linear(model.hidden_size, 2 * model.intermediate_size, bias=model.mlp_bias)
         self.down = Linear(model.intermediate_size, model.hidden_size, bias=model.mlp_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.with_both is not None and torch.is_grad_enabled():
-            return self.with_both(hidden, self.gate_up.weight, self.down.weight, self.gate_up.main, self.down.main)
+        if self.in_matmuls is not None and torch.is_grad_enabled():
+            return self.in_matmuls(hidden, self.gate_up, self.down, True)
         if self.with_linear is not None:
             return self.with_linear(self.gate_up(hidden), self.down.weight, self.down.bias, self.down.main)
         return self.down(self.activation(self.gate_up(hidden)))
@@ -127,7 +131,9 @@ def make_mlp(
     model: ModelConfig,
     activation: Callable[[Tensor], Tensor] = swiglu,
     with_linear: Callable[..., Tensor] | None = None,
-    with_both: Callable[..., Tensor] | None = None,
+    in_matmuls: Callable[..., Tensor] | None = None,
 ) -> nn.Module:
-    """The model's feed-forward layer, [B, T, hidden] -> [B, T, hidden]; the functions are SwiGLU's."""
-    return SwiGlu(model, activation, with_linear, with_both) if model.mlp == "swiglu" else Mlp(model)
+    """The model's feed-forward layer, [B, T, hidden] -> [B, T, hidden]; `activation`, `with_linear` are SwiGLU's."""
+    if model.mlp == "swiglu":
+        return SwiGlu(model, activation, with_linear, in_matmuls)
+    return Mlp(model, in_matmuls)

@@ -77,7 +77,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(model, model.hidden_size)
         self.attention = Attention(model, attention, operations)
         self.mlp_norm = make_norm(model, model.hidden_size)
-        self.mlp = make_mlp(model, operations.swiglu, operations.swiglu_linear, operations.swiglu_mlp)
+        self.mlp = make_mlp(model, operations.swiglu, operations.swiglu_linear, operations.mlp_in_matmuls)
         self.norm_first = model.norm_position == "pre"
         self.operations = operations
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from mfubench.config import KernelsConfig, ModelConfig
 from mfubench.model.attention_kernels import PACKED, AttentionFunction
-from mfubench.model.components import rope_tables, split_heads, swiglu
+from mfubench.model.components import make_mlp, rope_tables, split_heads, swiglu
 from mfubench.run_log import Choice
 
-KINDS = ("norm", "rope", "swiglu")  # keys of KernelsConfig that this module resolves
+KINDS = ("norm", "rope", "swiglu")  # keys of KernelsConfig with a fused form
+IN_MATMULS = ("swiglu", "gelu")  # those whose work the matmuls beside it can do
 TOKENS = 5  # of a sequence of the try that a kernel must pass before it is used
 JOINED_TOKENS = 256  # of the try of split_heads and attention as one
-TILED_TOKENS = 512  # of the try of SwiGLU in the matmuls: a few tiles
+TILED_TOKENS = 512  # of the try of activations in the matmuls: a few tiles
 # Largest difference to float32 results that such a try may show, in units of the largest value, by dtype.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
@@ -34,7 +35,7 @@ class Operations:
     split_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = split_heads
     swiglu: Callable[[Tensor], Tensor] = swiglu
     swiglu_linear: Callable[..., Tensor] | None = None  # with the matmul behind, where the product is not kept
-    swiglu_mlp: Callable[..., Tensor] | None = None  # with both matmuls, in whose tiles it is computed
+    mlp_in_matmuls: Callable[..., Tensor] | None = None  # the activation in the tiles of the matmuls beside it
     packed_attention: Callable[..., Tensor] | None = None  # split_heads and attention in one; None: one by one
 
     def add_and_norm(
@@ -107,7 +108,7 @@ def resolve_operations(
     in_place: operations may overwrite what a matmul has written, which a checkpoint of matmuls' outputs forbids.
 
     `auto` and `fused` end in the fused form where the model has such an operation and a try on the device gives what
-    the plain form gives, else in the plain one. `auto` of swiglu ends in the matmuls where that can be had.
+    the plain form gives, else in the plain one. `auto` of swiglu and gelu ends in the matmuls where that can be had.
     """
     device = torch.device(device)
     operations, choices = PLAIN, {}
@@ -120,11 +121,17 @@ def resolve_operations(
                 operations, used = replace(operations, **fused), "fused"
             if fused is not None and wanted == "recompute":
                 operations, used = replace(operations, **load_swiglu_linear()), "recompute"
-            if fused is not None and kind == "swiglu" and wanted in ("auto", "matmul"):
-                swiglu_mlp, reason = try_swiglu_mlp(model, device, dtype, in_place)
-                if swiglu_mlp is not None:
-                    operations, used = replace(operations, swiglu_mlp=swiglu_mlp), "matmul"
         choices[kind] = Choice(requested=wanted, used=used, reason=reason)
+    for kind in IN_MATMULS:
+        wanted = getattr(requested, kind)
+        choice = choices.setdefault(kind, Choice(requested=wanted, used="plain"))
+        if wanted in ("auto", "matmul"):
+            in_matmuls, reason = try_in_matmuls(kind, model, device, dtype, in_place)
+            if in_matmuls is not None:
+                operations = replace(operations, mlp_in_matmuls=in_matmuls)
+                choices[kind] = Choice(requested=wanted, used="matmul")
+            else:
+                choices[kind] = choice.model_copy(update={"reason": choice.reason or reason})
     return operations, choices
 
 
@@ -216,51 +223,54 @@ def try_fused(
     return fused, None
 
 
-def try_swiglu_mlp(
-    model: ModelConfig, device: torch.device, dtype: torch.dtype, in_place: bool
+def try_in_matmuls(
+    kind: str, model: ModelConfig, device: torch.device, dtype: torch.dtype, in_place: bool
 ) -> tuple[Callable[..., Tensor] | None, str | None]:
-    """SwiGLU in the matmuls beside it where a try gives what the plain layer gives in float32, or None and why not."""
-    if model.mlp_bias:
-        return None, "not in the matmuls: they have a bias"
-    if not in_place:
-        return None, "not in the matmuls: fp8 or selective checkpointing wants those for itself"
-    if dtype == torch.float32:
-        return None, "not in the matmuls: quack's compute in half precision"
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return None, "not in the matmuls: they were tried on Hopper alone"
+    """The MLP with its activation in the matmuls where a try gives what the plain layer gives in float32, or None and
+    why not."""
+    if (reason := not_in(model, kind)) is not None:
+        return None, reason
+    if (obstacle := obstacle_to_matmuls(model, device, dtype, in_place)) is not None:
+        return None, f"not in the matmuls: {obstacle}"
     try:
-        from mfubench.model.fused import swiglu_matmul
+        from mfubench.model.fused import mlp_matmul
 
-        swiglu_matmul.quack()
+        mlp_matmul.quack()
     except Exception as error:  # beside other versions than its own it raises errors of many kinds
         return None, f"not in the matmuls: needs quack-kernels ({type(error).__name__}: {error})"
     generator = torch.Generator(device).manual_seed(0)
-    hidden, width = model.hidden_size, model.intermediate_size
-
-    def draw(*shape: int, scale: float = 1.0) -> Tensor:
-        return (scale * torch.randn(*shape, generator=generator, device=device)).to(dtype)
-
-    leaves = (
-        draw(TILED_TOKENS, hidden),
-        draw(2 * width, hidden, scale=hidden**-0.5),
-        draw(hidden, width, scale=width**-0.5),
+    inputs, weight = (
+        torch.randn(TILED_TOKENS, model.hidden_size, generator=generator, device=device).to(dtype) for _ in range(2)
     )
-    weight = draw(TILED_TOKENS, hidden)
+    layer = make_mlp(model, in_matmuls=mlp_matmul.mlp_in_matmuls).to(device, dtype)
+    exact = make_mlp(model).to(device)
+    exact.load_state_dict(layer.state_dict())
     try:
         results = []
-        for exact in (dtype, torch.float32):
-            x, gate_up, down = (leaf.to(exact).requires_grad_() for leaf in leaves)
-            if exact == dtype:
-                out = swiglu_matmul.swiglu_mlp(x, gate_up, down, None, None)
-            else:
-                out = F.linear(swiglu(F.linear(x, gate_up)), down)
-            results.append([out.detach(), *torch.autograd.grad(out, [x, gate_up, down], weight.to(exact))])
+        for one, leaf in ((layer, inputs.clone()), (exact, inputs.float())):
+            out = one(leaf.requires_grad_())
+            gradients = torch.autograd.grad(out, [leaf, *one.parameters()], weight.to(out.dtype))
+            results.append([out.detach(), *gradients])
     except Exception as error:
         return None, f"in the matmuls it {not_running(error)}"
     difference = largest_relative(*results)
     if not difference <= TOLERANCE[dtype]:
         return None, f"in the matmuls it {wrong_by(difference)}"
-    return swiglu_matmul.swiglu_mlp, None
+    return mlp_matmul.mlp_in_matmuls, None
+
+
+def obstacle_to_matmuls(model: ModelConfig, device: torch.device, dtype: torch.dtype, in_place: bool) -> str | None:
+    if device.type != "cuda":
+        return f"quack's need a CUDA device, not {device.type}"
+    if model.mlp == "swiglu" and model.mlp_bias:
+        return "the one before SwiGLU has a bias, which does not come in turn"
+    if not in_place:
+        return "fp8 or selective checkpointing wants those for itself"
+    if dtype == torch.float32:
+        return "quack's compute in half precision"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "they were tried on Hopper alone"
+    return None
 
 
 def wrong_by(difference: float) -> str:
@@ -281,7 +291,7 @@ def not_in(model: ModelConfig, kind: str) -> str | None:
         return "fuses norms without bias, and the model's have one (norm_bias)"
     if kind == "rope" and model.position != "rope":
         return "the model has no RoPE"
-    if kind == "swiglu" and model.mlp != "swiglu":
+    if kind in IN_MATMULS and model.mlp != kind:
         return f"the model's MLP is {model.mlp}"
     return None
 

@@ -51,7 +51,7 @@ def inductor_cache(config: RunConfig, resolved: Resolved) -> Path:
     torch keys its cached graphs by what it traces, and does not see which attention kernel or backend flag was set
     when it compiled: with one folder for all, an ablation's second arm would run the kernels of its first.
     """
-    kernels = ("norm", "rope", "swiglu", "cross_entropy", "weight_gradient")
+    kernels = ("norm", "rope", "swiglu", "gelu", "cross_entropy", "weight_gradient")
     names = ("attention", "compile", "loss", "dtype", "tf32", "fp8", *kernels)
     choices = {name: resolved.used[name].used for name in names}
     compiler = (config.compile_mode, config.compile_backend, config.activation_checkpointing, torch.__version__)
