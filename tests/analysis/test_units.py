@@ -2,8 +2,8 @@
 
 import pytest
 
-from mfubench.analysis.statistics import Interval
-from mfubench.analysis.units import TOO_NOISY, format_interval
+from mfubench.analysis.statistics import Difference, Interval
+from mfubench.analysis.units import TOO_NOISY, format_difference, format_interval
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,12 @@ from mfubench.analysis.units import TOO_NOISY, format_interval
 )
 def test_an_interval_that_says_nothing_is_not_spelled_out(low, high, text):
     assert format_interval(Interval(low, high)) == text
+
+
+def test_a_difference_in_words():
+    def difference(change: float, low: float, high: float) -> Difference:
+        return Difference(change, Interval(low, high), "repeats", 2, 2)
+
+    assert format_difference(difference(0.05, 0.04, 0.06)) == "+5.0 %\n(+4.0 … +6.0 %)"
+    assert format_difference(difference(0.01, -0.01, 0.03)) == "no difference\n(−1.0 … +3.0 %)"
+    assert format_difference(difference(0.5, -0.9, 9.0)) == "too noisy to tell"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mfubench.analysis.statistics import Interval, Quartiles
+from mfubench.analysis.statistics import Difference, Interval, Quartiles
 
 GB_PER_GIB = 2**30 / 1e9
 NOISE_FACTOR = 4.0  # upper end of an interval over its lower: wider ones are not spelled out
@@ -40,6 +40,14 @@ def format_interval(interval: Interval | None, digits: int = 1) -> str:
     if is_noise(1 + interval.low, 1 + interval.high):
         return TOO_NOISY
     return f"{format_signed_percent(interval.low, digits)[:-2]} … {format_signed_percent(interval.high, digits)}"
+
+
+def format_difference(measured: Difference) -> str:
+    """For a figure: the change, or that there is none, and its interval below; one line where nothing can be told."""
+    interval = format_interval(measured.interval)
+    if interval == TOO_NOISY:
+        return TOO_NOISY
+    return f"{format_signed_percent(measured.change) if measured.is_difference else 'no difference'}\n({interval})"
 
 
 def format_gib(gib: float | None) -> str:

@@ -24,7 +24,7 @@ from mfubench.analysis.figures.style import (
 )
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.statistics import ProcessSpread, process_half_width
-from mfubench.analysis.units import TOO_NOISY, format_interval, format_signed_percent
+from mfubench.analysis.units import format_difference
 
 TITLE = "What each setting is worth"
 ROW = 0.46  # inches
@@ -78,8 +78,8 @@ def draw_forest(axes: Axes, effects: list[Effect], expectations: Expectations | 
         axes.errorbar(change, position, xerr=[[change - interval.low], [interval.high - change]], color=color,
                       capsize=4, linewidth=1.8, zorder=3)  # fmt: skip
         axes.plot(change, position, MARKS[effect.verdict], color=color, markersize=7.5, zorder=4)
-        axes.text(1.015, position, value_label(effect), transform=axes.get_yaxis_transform(), va="center",
-                  size=8.5, linespacing=1.35)  # fmt: skip
+        axes.text(1.015, position, format_difference(effect.difference), size=8.5, linespacing=1.35,
+                  transform=axes.get_yaxis_transform(), va="center")  # fmt: skip
     axes.set_yticks(range(len(effects)), [effect_label(effect) for effect in effects])
     axes.set_ylim(len(effects) - 0.4, -0.6)
     axes.margins(x=0.06)
@@ -92,16 +92,6 @@ def draw_forest(axes: Axes, effects: list[Effect], expectations: Expectations | 
 def effect_label(effect: Effect) -> str:
     arm, control = effect.arm.split("/")[1], effect.control.split("/")[1]
     return f"{effect.name}\n{arm} over {control}"
-
-
-def value_label(effect: Effect) -> str:
-    assert effect.difference is not None
-    change = format_signed_percent(effect.difference.change)
-    interval = format_interval(effect.difference.interval)
-    if interval == TOO_NOISY:
-        return TOO_NOISY
-    verdict = "no difference" if effect.verdict == "no difference" else change
-    return f"{verdict}\n({interval})"
 
 
 def no_difference_band(spread: ProcessSpread | None) -> float:

@@ -24,7 +24,7 @@ from mfubench.analysis.figures.style import (
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.study import base_name
-from mfubench.analysis.units import format_interval, format_rate, format_signed_percent
+from mfubench.analysis.units import format_difference, format_rate
 
 TITLE = "What each rung of the ladder adds"
 STAGES = ("baseline", "tiers")
@@ -106,11 +106,7 @@ def rate_label(judged: Measures) -> str:
 
 
 def step_label(effect: Effect) -> str:
-    if effect.difference is None:
-        return effect.verdict
-    change = format_signed_percent(effect.difference.change)
-    verdict = effect.verdict if effect.verdict == "no difference" else change
-    return f"{verdict}\n({format_interval(effect.difference.interval)})"
+    return effect.verdict if effect.difference is None else format_difference(effect.difference)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

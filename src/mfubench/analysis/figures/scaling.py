@@ -64,7 +64,8 @@ def draw(found: Findings, theme: Theme) -> Figure:
     lowest = min(
         point.interval.low if point.interval else efficiency for curve in curves.values() for point, efficiency in curve
     )
-    left.set_ylim(max(0.0, min(0.9, lowest - 0.1 * (1.1 - lowest))), 1.03)
+    highest = max(efficiency for curve in curves.values() for _, efficiency in curve)
+    left.set_ylim(max(0.0, min(0.9, lowest - 0.1 * (1.1 - lowest))), 1.03 * highest)
     left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
     left.set_title(f"efficiency per {unit} (axis does not start at 0)", loc="left", color=theme.muted, weight="bold")
     left.legend(loc="lower left")
