@@ -18,6 +18,7 @@ from benchmarks.tiny_data import write_tiny_dataset
 from mfubench.code_digest import code_digest
 from mfubench.config import ConfigError, RunConfig, Strict, parse
 from mfubench.presets import load_model
+from mfubench.run_log import write_text_atomically
 from mfubench.yaml_files import load_yaml
 
 FILE = Path(__file__).parent / "cases.yaml"
@@ -86,10 +87,19 @@ def check_data(folder: Path | None, tiny: bool) -> Path:
 
 
 def results_folder(results: Path | None, work: Path, tiny: bool) -> Path:
-    """--results; without it benchmarks/results but for a tiny run, whose results lie below --work: no measurements."""
-    if results is None:
-        return work / "results" if tiny else RESULTS
-    return results
+    """--results; without it benchmarks/results but for a tiny run, whose results lie below --work: no measurements.
+
+    Raises ConfigError where nothing can be written to it: that would be found after all runs.
+    """
+    folder = results or (work / "results" if tiny else RESULTS)
+    try:
+        write_text_atomically(folder / ".probe", "")
+        (folder / ".probe").unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"--results: {folder}: cannot be written to ({error.strerror}); name another folder"
+        ) from None
+    return folder
 
 
 @functools.cache

@@ -271,6 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parity = Parity(work, arguments.arms, runner)
     parity.check()
     check_machine(plan.work)
+    results = results_folder(arguments.results, arguments.work, arguments.tiny)
     runs_left = 0
     usual_s = FIRST_RUN_ON_CPU_S + TINY_STEP_S * work.steps if arguments.tiny else USUAL_RUN_S
     try:
@@ -278,7 +279,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutOfTime:
         runs_left = parity.runs_left()
     result = parity.result()
-    results = results_folder(arguments.results, arguments.work, arguments.tiny)
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"loss-parity-{work.model}"
     write_json(path.with_name(f"{path.name}.json"), result)

@@ -36,7 +36,7 @@ def deadline_after(minutes: float | None) -> float:
     """When --minutes are over, as time.monotonic() tells it; never where none are given. Raises ConfigError."""
     if minutes is None:
         return float("inf")
-    if minutes <= 0:
+    if not minutes > 0:
         raise ConfigError(f"--minutes: found {minutes:g}; a positive number, or leave it out")
     return time.monotonic() + minutes * 60
 

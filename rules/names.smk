@@ -61,17 +61,18 @@ def figure_file(name):
 
 
 def analysis_files():
-    """All that a finished study has."""
+    """All that a finished study has, but for machine.json: a lost one is no reason to measure again, and made anew it
+    would be newer than every run.
+    """
     return [
         *all_results(),
         *trace_files(),
-        MACHINE_FILE,
         f"{RESULTS}/ceilings.json",
         f"{RESULTS}/study.json",
         *[table_file(name) for name in TABLES],
         *[figure_file(name) for name in FIGURES],
         *[f"{RESULTS}/{name}" for name in ("report.html", "report.md", "summary.json")],
-        f"{RESULTS}/audit.passed",
+        *[f"{RESULTS}/{name}" for name in ("audit.json", "audit.passed")],
     ]
 
 

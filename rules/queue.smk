@@ -4,6 +4,7 @@ import logging
 from snakemake.common import NOTHING_TO_BE_DONE_MSG
 from snakemake.logging import logger
 
+from mfubench.audit.main import verdict_line
 from mfubench.slurm import check_status_command, refuse_orphans
 
 
@@ -29,8 +30,10 @@ def show_what_exists():
 def name_report():
     """At the end of a call that went well: where its results are."""
     if Path(RESULTS, "report.html").exists():
+        audit = Path(RESULTS, "audit.json")
+        said = f": {verdict_line(audit)}" if audit.exists() else ""
         print(
-            f"\nReport: {RESULTS}/report.html   table: {RESULTS}/tables/runs.csv   audit: {RESULTS}/audit.json",
+            f"\nReport: {RESULTS}/report.html   table: {RESULTS}/tables/runs.csv   audit: {audit}{said}",
             flush=True,
         )
 

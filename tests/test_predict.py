@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 from mfubench import measured_runs, prediction_pages
 from mfubench import predict as prediction_module
 from mfubench.calibration import calibrate, fit_memory, shipped_calibration, uncalibrated
-from mfubench.card_rates import TILES, card_rates, datasheet_rates, tile_share
+from mfubench.card_rates import TILES, card_rates, datasheet_rates, generation, tile_share
 from mfubench.ceilings.schema import AttentionRate, Ceilings, CollectiveRate, CopyRate, MatmulRate
 from mfubench.cli import app
 from mfubench.config import ConfigError, MemorySearch
 from mfubench.flops import flop_terms, flops_per_token
+from mfubench.hardware import find_gpu
 from mfubench.measured_runs import (
     REFERENCE,
     as_run,
@@ -586,6 +587,11 @@ def test_command_predicts_as_the_function_does():
     assert result["config"]["attention"] == "cudnn" and result["config"]["loss"] == "full"
 
 
+@pytest.mark.parametrize("gpu", ["B200", "B300", "GB200", "GB300"])
+def test_cards_of_one_generation_have_its_attention(gpu):
+    assert generation(find_gpu(gpu)) == "blackwell"
+
+
 def test_command_says_which_kernels_it_assumed():
     base = ("llama2-1.36b", "--gpu", "H100 SXM", "--micro-batch-size", "8")
     plain, own = (json.loads(run_command(*base, "--json", *more)) for more in ((), ("--kernels", "auto")))
@@ -594,6 +600,7 @@ def test_command_says_which_kernels_it_assumed():
         "norm": "fused",
         "rope": "fused",
         "swiglu": "fused",
+        "gelu": "plain",
         "cross_entropy": "fused",
         "weight_gradient": "accumulate",
         "adamw": "fused",

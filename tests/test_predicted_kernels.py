@@ -116,6 +116,19 @@ def test_cross_entropy_bytes_by_hand():
     assert (loss_bytes(run_of()), loss_bytes(run_of(cross_entropy="fused"))) == (4 * logits, 3 * logits)
 
 
+def test_matmul_is_counted_where_it_can_run():
+    rates, elsewhere = datasheet_rates(H100, run_of()), datasheet_rates("NVIDIA A100-SXM4-80GB", run_of())
+
+    def resolved(rates=rates, preset="llama2-1.36b", **settings) -> str:
+        config = settings_of(preset, settings, swiglu="matmul", gelu="matmul")
+        kernels = resolve_settings(config, rates).kernels
+        return kernels.gelu if preset.startswith("gpt2") else kernels.swiglu
+
+    assert resolved() == resolved(preset="gpt2-1.36b") == "matmul"
+    assert resolved(dtype="float32") == resolved(activation_checkpointing="selective") == "fused"
+    assert resolved(elsewhere) == "fused" and resolved(elsewhere, preset="gpt2-1.36b") == "plain"
+
+
 def test_auto_is_what_the_trainer_takes():
     auto = dict.fromkeys(KernelsConfig.model_fields, "auto")
     rates = datasheet_rates(H100, run_of())

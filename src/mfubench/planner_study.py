@@ -110,6 +110,7 @@ def format_designs(plan: PlanConfig, designs: Sequence[Design], prices: Sequence
         first = prices[0]
         error = f" Hours, MWh and money ± {100 * first.error_fraction:.0f} %." if first.error_fraction else ""
         lines.append(f"{first.gpus} x {first.gpu}; MFU (palm, of the dense peak) {first.mfu_source}{error}")
+        lines.append("Hours by each design's own MFU, which may exceed a budget's; money in the unit of the price.")
     return "\n".join(lines)
 
 

@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from mfubench.card_rates import Rates, tile_share
+from mfubench.card_rates import Rates, generation, tile_share
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.flops import count_parameters
+from mfubench.hardware import find_gpu
 from mfubench.memory import ELEMENT_BYTES, LOSS_CHUNK_BYTES, fsdp_keeps_weights, fsdp_without_sum
 
 LAST_BUCKET = 0.02  # share of a reduction whose bucket fills when the backward pass ends
@@ -25,6 +26,7 @@ LARGE_VOCABULARY = 65_536  # from here on `loss: auto` never holds all logits
 # 10 I, backward 26 I instead of 16 I. Softmax: 36 a logit (casts, log-softmax, its gradient) instead of 8.
 EAGER_PASSES = {"norm": 1.44, "rope": 11.4, "activation": 2.25, "loss": 4.5}
 GRADIENT_BYTES = 4  # gradients are accumulated and reduced in float32
+WITHOUT_MATMULS = {"swiglu": "fused", "gelu": "plain"}  # what runs where `matmul` cannot
 WRITES_ONE_GRADIENT = ("fa3", "fa4")  # the keys of attention_kernels.PACKED, which needs torch
 
 
@@ -357,7 +359,12 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
         changes["attention"] = "sdpa"
     elif config.attention == "auto":
         changes["attention"] = max(("cudnn", "sdpa"), key=lambda name: rates.attention[name])  # no package needed
-    return resolve_auto(config.model_copy(update=changes), rates.memory_gib)
+    config = config.model_copy(update=changes)
+    if generation(find_gpu(rates.gpu)) != "hopper":
+        asked = config.kernels.model_dump()
+        elsewhere = {key: without for key, without in WITHOUT_MATMULS.items() if asked[key] == "matmul"}
+        config = config.model_copy(update={"kernels": config.kernels.model_copy(update=elsewhere)})
+    return resolve_auto(config, rates.memory_gib)
 
 
 def resolve_auto(config: RunConfig, capacity_gib: float = math.inf) -> RunConfig:
@@ -366,7 +373,8 @@ def resolve_auto(config: RunConfig, capacity_gib: float = math.inf) -> RunConfig
 
 
 def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:
-    """`auto` of the own kernels replaced by the kernel where model and settings allow it, as on a GPU that runs all.
+    """`auto` of the own kernels replaced by the kernel where model and settings allow it, as on a GPU that runs all;
+    activations by those that need no package. `matmul` by what runs in its stead where they forbid it.
 
     capacity_gib: of a card; fsdp has whole gradients to accumulate in where they fit.
     """
@@ -382,7 +390,15 @@ def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:
     }
     asked = config.kernels.model_dump()
     chosen = {key: best.get(key, "fused") for key, value in asked.items() if value == "auto"}
+    if not matmuls_take_activations(config):
+        chosen |= {key: without for key, without in WITHOUT_MATMULS.items() if asked[key] == "matmul"}
     return config.model_copy(update={"kernels": config.kernels.model_copy(update=chosen)})
+
+
+def matmuls_take_activations(config: RunConfig) -> bool:
+    """Whether settings and model allow what `matmul` asks for (as mfubench.model.operations decides)."""
+    woven_bias = config.model.mlp == "swiglu" and config.model.mlp_bias
+    return not woven_bias and config.dtype != "float32" and config.activation_checkpointing != "selective"
 
 
 def resolve_loss(config: RunConfig) -> RunConfig:

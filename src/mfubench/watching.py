@@ -38,6 +38,7 @@ class View:
     mfu_factor: float | None  # MFU (palm) of one token a second and GPU
     world_size: int
     cards: list[dict[str, Any]] = field(default_factory=list)  # last telemetry sample
+    held_out_loss: float | None = None  # of the last evaluation, once the run has ended
 
 
 def watch_run(path: Path, *, once: bool, interval_s: float) -> None:
@@ -51,34 +52,64 @@ def watch_run(path: Path, *, once: bool, interval_s: float) -> None:
         try:
             while not view.finished:
                 time.sleep(interval_s)
-                view = look(path)
+                try:
+                    view = look(path)
+                except (ConfigError, FileNotFoundError):  # started anew: its files are gone for a moment
+                    continue
                 display.update(render(view), refresh=True)
         except KeyboardInterrupt:
             return
 
 
 def look(path: Path) -> View:
-    """The present state of a run: its JSON, its work folder, or a folder above it that holds no other run's as new."""
+    """The present state of a run: its JSON, its work folder, or the newest of those in a folder above.
+
+    In place of a run JSON that is not there yet its run's work folder is looked at.
+    """
     if path.is_dir():
         return view_of_folder(newest_run(path))
     if not path.exists():
-        study = study_of(path)
-        work = study / "work" / path.parent.name / path.stem if study is not None else None
-        where = f"while it runs, watch {work}" if work is not None and work.is_dir() else "no run is in progress there"
-        raise ConfigError(f"{path}: does not exist (a run JSON is written when its run ends); {where}")
+        work = next((folder for folder in work_folders(path) if folder.is_dir()), None)
+        if work is None:
+            raise ConfigError(f"{path}: does not exist (a run JSON is written when its run ends); no run is at it")
+        return view_of_folder(newest_run(work))
     if not is_run_log(result_files.read_json(path)):
         raise ConfigError(f"{path}: is no run JSON (runs/<stage>/<case>.json); of a memory search watch a trial")
     return view_of_log(read_run_log(path))
 
 
+def work_folders(run: Path) -> list[Path]:
+    """Where a run that will write this JSON may be at work: of a study, and by hand."""
+    study = study_of(run)
+    of_study = [study / "work" / run.parent.name / run.stem] if study is not None else []
+    return [*of_study, run.with_name(f"{run.stem}-work")]
+
+
+def result_of(work: Path, name: str) -> Path | None:
+    """The JSON that the run in a work folder has left, if it has ended since it began there."""
+    study = next((folder.parent for folder in work.absolute().parents if folder.name == "work"), None)
+    by_hand = work.with_name(f"{work.name.removesuffix('-work')}.json")
+    result = study / "runs" / f"{name}.json" if study is not None else by_hand
+    began = (work / "partial.json").stat().st_mtime
+    return result if result.is_file() and result.stat().st_mtime >= began else None
+
+
 def newest_run(folder: Path) -> Path:
-    """The work folder itself, or of those below it (a case's, a study's) the one with the latest news."""
+    """The work folder itself, or of those below it (a case's, a study's) the one whose run began last."""
     if (folder / "partial.json").exists():
         return folder
-    found = list(folder.rglob("partial.json"))
+    found = {path: modified_at(path) for path in folder.rglob("partial.json")}
     if not found:
         raise ConfigError(f"{folder}: no run has started here yet (there is no partial.json below it)")
-    return max(found, key=lambda path: path.stat().st_mtime).parent
+    return max(found, key=lambda path: found[path]).parent
+
+
+def modified_at(path: Path) -> float:
+    """Seconds since the epoch; of a file that has gone meanwhile 0."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def view_of_log(log: RunLog) -> View:
@@ -90,7 +121,8 @@ def view_of_log(log: RunLog) -> View:
         live |= {"status": log.status, "stopped_early": log.stopped_early}
     state = f"{log.status}: {log.reason}" if log.reason else words_of_end(log.status, log.stopped_early)
     cards = [flatten_card(card) for card in (log.telemetry or {}).get("gpus", [])]
-    return View(log.name, state, True, live, log.steps, factor, log.config.world_size, cards)
+    held_out = log.evaluations[-1].loss if log.evaluations else None
+    return View(log.name, state, True, live, log.steps, factor, log.config.world_size, cards, held_out)
 
 
 def words_of_end(status: str, stopped_early: str | None) -> str:
@@ -109,6 +141,8 @@ def view_of_folder(work: Path) -> View:
     """A run that goes on, or one that ended and left its last words in the folder."""
     partial = work / "partial.json"
     log = read_run_log(partial)
+    if (result := result_of(work, log.name)) is not None:
+        return view_of_log(read_run_log(result))
     live = read_json(work / "live.json")
     status = live["status"] if live is not None else None
     if (failure := read_json(work / "failure.json")) is not None:
@@ -158,6 +192,8 @@ def render(view: View) -> RenderableType:
         parts.append(Text(describe(view.live)))
     if view.steps:
         parts.append(series_table(view))
+    if view.held_out_loss is not None:
+        parts.append(Text(f"validation loss {view.held_out_loss:.4f}"))
     if any(card.get("power_w") is not None for card in view.cards):
         parts.append(cards_table(view.cards))
     return Group(*parts)

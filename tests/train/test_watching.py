@@ -37,6 +37,22 @@ def test_a_line_has_loss_mfu_rate_memory_and_time_left():
     assert ":" in line.split(", ")[-1] and "left" in line
 
 
+def test_no_time_left_is_made_of_the_steps_that_compile():
+    log = make_run_log(max_iters=50, step_count=4)
+    times_s = (("compile", 30.0), ("warmup", 2.0), ("measured", 0.5), ("measured", 0.5))
+    for step, (phase, time_s) in zip(log.steps, times_s, strict=True):
+        step.phase, step.step_time_s = phase, time_s
+    steps = log.steps
+    log.steps = steps[:1]
+    assert describe(live_of(log)).startswith("step 1/50, compile") and " left" not in describe(live_of(log))
+    log.steps = steps[:2]
+    assert live_of(log)["step_time_s"] == 2 and " left" not in describe(live_of(log))
+    for count in (3, 4):
+        log.steps = steps[:count]
+        assert live_of(log)["step_time_s"] == 0.5
+        assert describe(live_of(log)).endswith(f", 0:00:{round((50 - count) * 0.5)} left")
+
+
 def test_the_end_of_a_run_names_first_and_last_losses_and_the_sample_on_a_line():
     losses = [4.0, None, *(3.5 - step / 100 for step in range(2, 9))]
     evaluations = [Evaluation(step=10 * n, loss=loss, tokens=64) for n, loss in enumerate(losses)]
@@ -66,11 +82,24 @@ def test_a_folder_above_shows_its_latest_run_and_what_is_no_run_is_said(tmp_path
     os.utime(tmp_path / "work" / "tiers" / "tier0" / "partial.json", (1, 1))
     for folder in (tmp_path, work.parent, work):
         assert look(folder).name == "tiers/tier1"
-    with pytest.raises(ConfigError, match=r"does not exist .*while it runs, watch .*work/tiers/tier1"):
-        look(tmp_path / "runs" / "tiers" / "tier1.json")
+    assert look(tmp_path / "runs" / "tiers" / "tier1.json").name == "tiers/tier1"  # it will be written there
+    by_hand = tmp_path / "run-work"
+    write_run_log(by_hand / "partial.json", make_run_log(name="by-hand/run"))
+    assert look(tmp_path / "run.json").name == "by-hand/run" and not look(tmp_path / "run.json").finished
     write_json(tmp_path / "memory" / "5.1-limit.json", {"trials": []})
     with pytest.raises(ConfigError, match="is no run JSON"):
         look(tmp_path / "memory" / "5.1-limit.json")
+
+
+def test_a_run_without_steps_has_finished_once_its_json_is_there(tmp_path, capsys):
+    log = make_run_log(name="training/evaluate", steps=[], evaluations=[Evaluation(step=4, loss=5.25, tokens=64)])
+    work = tmp_path / "work" / "training" / "evaluate"
+    write_run_log(work / "partial.json", log)
+    assert not look(work).finished
+    write_run_log(tmp_path / "runs" / "training" / "evaluate.json", log)
+    for path in (work, tmp_path):
+        watch_run(path, once=False, interval_s=0.1)
+        assert "finished" in (shown := capsys.readouterr().out) and "validation loss 5.2500" in shown
 
 
 ADAPTIVE = {"adaptive": True, "warmup_steps": 1, "min_steps": 4, "tolerance": 0.99}
@@ -137,7 +166,7 @@ def test_plot_of_a_gpu_run_and_of_one_without_steps(tmp_path):
 
 
 def test_nothing_there_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"does not exist .* no run is in progress there"):
+    with pytest.raises(ConfigError, match=r"does not exist .* no run is at it"):
         look(tmp_path / "missing")
 
 

@@ -44,6 +44,7 @@ def test_a_lost_trace_is_taken_from_the_work_folder_again(project):
         ("tables/scaling.csv", "tabulate_runs"),
         ("figures/ladder.png", "plot_ladder"),
         ("report.md", "write_report"),
+        ("audit.json", "audit_study"),
     ],
 )
 def test_a_lost_artifact_is_made_again_by_the_default_call(project, lost, rule):
@@ -52,6 +53,11 @@ def test_a_lost_artifact_is_made_again_by_the_default_call(project, lost, rule):
     (made,) = [job for job in jobs if job.startswith(rule)]
     assert f"results/minimal/{lost}" in made
     assert all(is_analysis(job.split()[0]) for job in jobs if job != made)
+
+
+def test_a_lost_machine_file_is_no_reason_to_measure_again(project):
+    (project.results / "machine.json").unlink()
+    assert project.stale() == []
 
 
 def test_an_evaluation_starts_from_the_trainings_checkpoint_and_is_stale_with_it(project):

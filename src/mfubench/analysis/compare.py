@@ -11,9 +11,18 @@ from mfubench.analysis.effects import differing_settings, processes, settings_th
 from mfubench.analysis.measures import Measures, measure
 from mfubench.analysis.statistics import Difference, ProcessSpread, difference, process_spread
 from mfubench.analysis.study import Study, base_name, load_study, machine_of
+from mfubench.analysis.units import is_noise
 
 Verdict = Literal[
-    "regression", "broken", "slower", "faster", "no difference", "other model", "only in one", "not measured"
+    "regression",
+    "broken",
+    "slower",
+    "faster",
+    "no difference",
+    "too noisy",  # the interval holds zero, and about everything else
+    "other model",
+    "only in one",
+    "not measured",
 ]
 JUDGED: tuple[Verdict, ...] = ("regression", "broken", "slower", "faster", "no difference")
 
@@ -150,7 +159,8 @@ def verdict_of(
     if measured is None:
         return "not measured", "fewer than five measured steps in a study"
     if not measured.is_difference:
-        return "no difference", None
+        bounds = measured.interval
+        return "too noisy" if is_noise(1 + bounds.low, 1 + bounds.high) else "no difference", None
     if measured.change <= -threshold:
         return "regression", None
     return ("faster" if measured.change > 0 else "slower"), None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich.console import Console
 from rich.table import Table
 
@@ -33,16 +35,25 @@ def print_comparison(comparison: StudyComparison, console: Console | None = None
         if names := [change.case for change in comparison.changes if change.reason == side]:
             console.print(f"{side}: {', '.join(names)}", highlight=False)
     for change in comparison.changes:
-        if change.differs_in:
+        if change.differs_in and change.verdict != "other model":
             differences = ", ".join(f"{key}: {old} → {new}" for key, (old, new) in change.differs_in.items())
             console.print(f"{change.case} ran with other settings: {differences}", highlight=False)
     if not comparison.compared:
-        console.print("nothing compared: no case was measured in both studies", style="bold red", highlight=False)
+        console.print(f"nothing compared: {why_nothing(comparison)}", style="bold red", highlight=False)
         return
     console.print(basis_of(comparison), highlight=False)
     worse = ", ".join(change.case for change in comparison.regressions)
     verdict = f"regression: {worse}" if worse else f"no regression beyond {format_percent(comparison.threshold)}"
     console.print(verdict, style="bold red" if worse else "bold green", highlight=False)
+
+
+def why_nothing(comparison: StudyComparison) -> str:
+    found = Counter(change.verdict for change in comparison.changes)
+    if found["too noisy"]:
+        return "what was measured in both studies is too noisy to tell"
+    if found["other model"]:
+        return f"of the {found['other model']} case(s) that both studies have, none is of one model in both"
+    return "no case was measured in both studies"
 
 
 def row_of(change: CaseChange) -> list[str]:

@@ -99,7 +99,7 @@ def what_differs(key: str, keys: Sequence[str]) -> str:
     differing = [
         f"{setting} {value}"
         for setting, value in own.items()
-        if any(setting in other and other[setting] != value for other in all_of_them)
+        if any(other.get(setting) != value for other in all_of_them)
     ]
     return f" ({', '.join(differing)})" if differing else ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,6 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_json(arguments.output, report.to_json())
     print(report.to_text())
     return 0
+
+
+def verdict_line(audit: Path) -> str:
+    """What an audit.json says, in a line: runs that are objected to, and how often for what."""
+    runs = json.loads(audit.read_text(encoding="utf-8"))["runs"]
+    objected = [run for run in runs if run["findings"]]
+    if not objected:
+        return f"nothing to object to in {len(runs)} runs"
+    counts = Counter(code for run in objected for code in run["findings"])
+    codes = ", ".join(f"{code} {count}" for code, count in counts.most_common())
+    return f"objections to {len(objected)} of {len(runs)} runs ({codes})"
 
 
 def check(argv: Sequence[str] | None = None) -> int:

@@ -64,7 +64,7 @@ class AuditReport:
     def verdict(self) -> str:
         impossible = [run.name for run in self.runs if run.impossible]
         if impossible:
-            return f"verdict: IMPOSSIBLE numbers in {', '.join(impossible)}"
+            return f"verdict: IMPOSSIBLE numbers in {', '.join(impossible)} (--strict leaves with 1)"
         objected = [run.name for run in self.runs if run.findings]
         if objected:
             return f"verdict: possible, with objections to {', '.join(objected)}"
@@ -104,7 +104,8 @@ def run_to_json(run: RunVerdict) -> dict[str, Any]:
 def figures_of(run: RunVerdict) -> str:
     parts = []
     if run.micro_steps_per_gpu is not None:
-        parts.append(f"{run.micro_steps_per_gpu:.4g} micro-steps per {run.unit}")
+        count = f"{run.micro_steps_per_gpu:.4g}"
+        parts.append(f"{count} micro-step{'' if count == '1' else 's'} per {run.unit}")
     if run.true_tokens_per_s is not None:
         parts.append(f"{run.true_tokens_per_s:,.0f} tokens/s")
     if run.true_mfu_palm is not None:

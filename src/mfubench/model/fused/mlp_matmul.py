@@ -257,7 +257,7 @@ class MlpInMatmuls(torch.autograd.Function):
         before, after = (gated_matmul if gated else gelu_matmul)(inputs.flatten(0, -2), up, up_bias)
         ctx.save_for_backward(inputs, before, up, up_total, up_overwrite, down, down_total, down_overwrite)
         ctx.gated, ctx.biased = gated, (up_bias is not None, down_bias is not None)
-        return F.linear(after, down, down_bias).view(inputs.shape)
+        return F.linear(after, down, down_bias).view(*inputs.shape[:-1], down.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
