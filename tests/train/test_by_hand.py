@@ -59,6 +59,23 @@ def test_a_killed_run_is_gone_on_from_or_replaced_as_its_user_says(data, tmp_pat
     assert latest(work / "checkpoints") is None and read_run_log(output).resumes == []
 
 
+@pytest.mark.faults
+def test_resume_says_what_it_found_to_go_on_from(data, tmp_path):
+    output, folder = tmp_path / "run.json", tmp_path / "run-work" / "checkpoints"
+    words = ("max_iters=3", "checkpoint.at_end=true", "--resume")
+    code, stderr = call(data, output, *words)
+    assert code == 0 and stderr.startswith(f"no checkpoint in {folder}: starts anew\n"), stderr
+    assert "unknown: a CPU has no datasheet peak\n" in stderr
+    code, stderr = call(data, output, *words)
+    assert code == 0 and "starts anew" not in stderr
+    assert stderr.splitlines()[-1] == "by-hand/run: ok (all 3 steps were done before; nothing was trained)"
+    code, stderr = call(data, output, "max_iters=6", "micro_batch_size=4", "--resume")
+    refusal = next(line for line in stderr.splitlines() if line.startswith("error: "))
+    assert code == 1 and refusal.startswith(f"error: {folder / 'step-000003'}: is a checkpoint of another run")
+    assert "micro_batch_size: 8 there, 4 here; global_batch_size: 8 there, 4 here" in refusal
+    assert refusal.endswith(f"remove {folder} (by hand: --anew) to start anew")
+
+
 def test_losses_and_sample_stand_at_the_end(data, tmp_path):
     asked = ("max_iters=3", "evaluation.at_start=true", "evaluation.at_end=true", "evaluation.iters=1")
     code, stderr = call(data, tmp_path / "run.json", *asked, "sample_tokens=5")

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -14,6 +15,7 @@ import psutil
 import pytest
 from train.train_runs import finish_run, losses, run, run_arguments, run_here, start_run, tiny_config
 
+from mfubench.audit import audit_paths
 from mfubench.config import ConfigError
 from mfubench.run_log import read_run_log
 from mfubench.train.checkpoint_folders import complete, latest, prepare_folder
@@ -71,6 +73,25 @@ def test_one_process_stopped_and_resumed_is_bit_for_bit_the_same(data, tmp_path)
     assert len(rest.rank_step_times_s[0]) == 20
 
 
+def objections(work) -> set[str]:
+    """Codes of what the audit says against a run, but for what other processes do to a clock."""
+    (judged,) = audit_paths([work / "run.json"]).runs
+    return {*judged.codes} - {"machine_was_busy"}
+
+
+def test_the_same_batch_may_be_split_in_another_way_and_the_rate_is_the_new_ones(data, tmp_path):
+    whole = run_here(tiny_config(), data, tmp_path / "whole")
+    work = tmp_path / "parts"
+    two = tiny_config(micro_batch_size=4, gradient_accumulation_steps=2, max_iters=8, checkpoint={"at_end": True})
+    run_here(two, data, work)
+    assert "2 micro-steps per process" in audit_paths([work / "run.json"]).to_text()
+    log = run_here(tiny_config(), data, work)
+    assert losses(log) == pytest.approx(losses(whole), rel=1e-5)
+    assert [step.phase for step in log.steps] == ["warmup"] * 10 + ["measured"] * 10
+    assert objections(work) == set()
+    assert "1 micro-step per process" in audit_paths([work / "run.json"]).to_text()
+
+
 def test_keep_last_and_keep_all(data, tmp_path):
     run_here(tiny_config(checkpoint={"interval": 5, "keep": "all"}), data, tmp_path / "all")
     names = [path.name for path in complete(tmp_path / "all" / "checkpoints")]
@@ -81,10 +102,13 @@ def test_keep_last_and_keep_all(data, tmp_path):
     assert saved["max_iters"] == 20
 
 
-def test_a_run_that_is_complete_trains_no_further(data, tmp_path):
+def test_a_run_that_is_complete_trains_no_further_and_says_so(data, tmp_path, capfd):
     config = tiny_config(checkpoint={"at_end": True})
     first = run_here(config, data, tmp_path)
+    told = capfd.readouterr().err
+    assert "test/tiny: ok\n" in told and "starts anew" not in told
     again = run_here(config, data, tmp_path)
+    assert "test/tiny: ok (all 20 steps were done before; nothing was trained)\n" in capfd.readouterr().err
     assert losses(again) == losses(first)
     assert again.wall.training_tokens == 0
 
@@ -104,6 +128,12 @@ def test_never_starts_anew_and_says_what_is_lost(data, tmp_path, capfd):
     [
         ({"seq_len": 8, "seed": 5}, "seq_len: 16 there, 8 here; seed: 1234 there, 5 here"),
         ({"model": {"num_hidden_layers": 3}}, "model.num_hidden_layers: 2 there, 3 here"),
+        ({"micro_batch_size": 4}, "micro_batch_size: 8 there, 4 here; global_batch_size: 8 there, 4 here"),
+        (
+            {"gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps: 1 there, 2 here; global_batch_size: 8 there, 16 here",
+        ),
+        ({"world_size": 2}, "world_size: 1 there, 2 here; global_batch_size: 8 there, 16 here"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_in_one_line(change, message, data, tmp_path, capfd):
@@ -111,8 +141,12 @@ def test_a_checkpoint_of_another_run_is_refused_in_one_line(change, message, dat
     assert main(run_arguments(tiny_config(**change), data, tmp_path)) == 1
     folder = tmp_path / "checkpoints"
     line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("error: "))
-    assert f"{folder / 'step-000002'}: is a checkpoint of another run than this one: {message}. " in line
-    assert line.endswith(f"or remove {folder} to start anew")
+    told = f"{folder / 'step-000002'}: is a checkpoint of another run than this one: {message}. "
+    if "world_size" in change:
+        assert re.match(f"error: rank [01]: {re.escape(told)}", line)
+    else:  # the one rank there is needs no number
+        assert line.startswith(f"error: {told}")
+    assert line.endswith(f"or remove {folder} (by hand: --anew) to start anew")
     shutil.rmtree(folder)
     assert run_here(tiny_config(**change), data, tmp_path).resumes == []
 
@@ -251,6 +285,8 @@ def test_a_checkpoint_loads_at_another_world_size_and_parallelism(before, after,
     assert losses(log) == pytest.approx(losses(whole), rel=1e-5)
     assert len(log.rank_step_times_s) == after[1]
     assert {len(times) for times in log.rank_step_times_s} == {20}
+    assert {step.step for step in log.measured_steps()} == set(range(10, 20))
+    assert objections(tmp_path) == set()
 
 
 @pytest.mark.slow

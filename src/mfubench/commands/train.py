@@ -40,11 +40,14 @@ def train(
     # `model` is a preset here: model.KEY=value changes one of its keys.
     run = build_run((defaults, parse_overrides(settings or [])), "mfubench train")
     work = Path(f"{output.with_suffix('')}-work")
-    if resume is None and (checkpoint := latest(work / "checkpoints")) is not None:
+    checkpoint = latest(work / "checkpoints")
+    if resume is None and checkpoint is not None:
         raise ConfigError(
             f"{checkpoint}: an earlier run's checkpoint; go on from it with --resume, remove it and start anew with "
             "--anew, or name another run JSON with --output"
         )
+    if resume and checkpoint is None and not run.evaluation.only:  # which is refused without one
+        typer.echo(f"no checkpoint in {work / 'checkpoints'}: starts anew", err=True)
     if cards is None:
         cards = run.world_size if visible_cards() and run.device != "cpu" else 0
     arguments = ["--config", run.to_json(), "--data", str(data), "--work", str(work)]

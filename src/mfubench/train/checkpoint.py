@@ -37,6 +37,8 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 HISTORY = ("steps", "rank_step_times_s", "phases", "evaluations", "gradient_statistics", "resumes")
 # What must not change between a checkpoint and the run that goes on from it: shapes, order of the data, schedule
 FIXED = ("model", "dataset", "seq_len", "seed", "optimizer")
+# Nor the last of these, which the others make: steps are counted in it, by the schedule and by the run log
+BATCH = ("micro_batch_size", "gradient_accumulation_steps", "world_size", "global_batch_size")
 # What may change even after the last step: it does not concern the weights
 BESIDE = {"name", "repeat", "evaluation", "checkpoint", "measurement", "sample_tokens", "requires"}
 
@@ -147,18 +149,34 @@ def restore_random_states(process: Process, tensors: dict[str, Tensor]) -> None:
 
 
 def restore_history(path: Path, config: RunConfig, log: RunLog) -> None:
-    """Take over the log's lists. Other ranks' times are dropped where there were more or fewer ranks."""
+    """Take over the log's lists. Other ranks' times are dropped where there were more or fewer ranks.
+
+    Steps that were computed in another way count as warm-up: their times are no rate of what this run says it is.
+    """
     history = read_json(path / "history.json")
     earlier = RunLog.model_validate_json(json.dumps(log.model_dump(mode="json") | history))
     for name in HISTORY:
         setattr(log, name, getattr(earlier, name))
     if len(log.rank_step_times_s) != config.world_size:
         log.rank_step_times_s = []
+    if computes(saved_config(path)) != computes(config):
+        for step in log.steps:
+            if step.phase == "measured":
+                step.phase = "warmup"
 
 
 def is_start(path: Path, config: RunConfig) -> bool:
     """Whether a checkpoint is the one of another run that this run continues, rather than its own."""
     return config.continues is not None and read_json(path / "config.json")["name"] == config.continues
+
+
+def saved_config(path: Path) -> RunConfig:
+    return parse(RunConfig, read_json(path / "config.json"), f"{path}/config.json")
+
+
+def computes(config: RunConfig) -> dict[str, Any]:
+    """What a step is and how it is computed."""
+    return config.model_dump(exclude={*BESIDE, "max_iters"})
 
 
 def differing(there: dict[str, Any], here: dict[str, Any], above: str = "") -> Iterator[str]:
@@ -172,25 +190,30 @@ def differing(there: dict[str, Any], here: dict[str, Any], above: str = "") -> I
 
 
 def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
-    """Raises ConfigError naming every difference that makes going on impossible."""
-    saved = parse(RunConfig, read_json(path / "config.json"), f"{path}/config.json")
+    """Raises ConfigError naming every difference that makes going on impossible.
+
+    A run that continues another may take another batch: it has no step of the other's in its log.
+    """
+    saved, start = saved_config(path), is_start(path, config)
     done = int(path.name.removeprefix("step-"))
     fixed = set(FIXED) if done else {"model"}  # before the first step (an imported model) there are weights alone
+    if done and not start and saved.global_batch_size != config.global_batch_size:
+        fixed |= set(BATCH)
     there, here = saved.model_dump(include=fixed), config.model_dump(include=fixed)
     data = read_json(path / "history.json")["dataset"]
     if data is not None and log.dataset is not None:
         there["data"] = f"{data['train_tokens']} tokens, tokenizer {data['tokenizer_sha256'][:12]}"
         here["data"] = f"{log.dataset.train_tokens} tokens, tokenizer {log.dataset.tokenizer_sha256[:12]}"
     if differences := list(differing(there, here)):
-        way_out = "take `continues` away" if is_start(path, config) else f"remove {path.parent} to start anew"
+        way_out = "take `continues` away" if start else f"remove {path.parent} (by hand: --anew) to start anew"
         raise ConfigError(
             f"{path}: is a checkpoint of another run than this one: {'; '.join(differences)}. Go on with the settings "
             f"it was made with, or {way_out}"
         )
-    if is_start(path, config):
+    if start:
         return
     if done >= config.max_iters and saved.model_dump(exclude=BESIDE) != config.model_dump(exclude=BESIDE):
         raise ConfigError(
             f"{path}: all {config.max_iters} steps are done, but with other settings than this run's; what it would "
-            f"report is not what was run. Remove {path.parent} to start anew"
+            f"report is not what was run. Remove {path.parent} (by hand: --anew) to start anew"
         )

@@ -79,11 +79,11 @@ def launch_checked(
 
             for name in RANK_VARIABLES:  # this one is alone, whatever it was started from
                 os.environ.pop(name, None)
-            run_rank(arguments, display, last_words=lambda: conclude(paths, earlier))
+            run_rank(arguments, display, last_words=lambda: conclude(config, paths, earlier))
         else:
             run_ranks(config, paths, [*worker, *argv], display, inherited=(lock,))
         display.close()
-        return conclude(paths, earlier)
+        return conclude(config, paths, earlier)
 
 
 def version_of(file: Path) -> tuple[int, int] | None:
@@ -99,7 +99,8 @@ def describe_run(config: RunConfig, ceilings: Path | None) -> str:
     """Architecture, arithmetic and what to expect of this node's cards, before anything is loaded."""
     names, _ = describe_cards() if config.device != "cpu" else ([], None)
     if not names and (ceilings is None or not ceilings.exists()):
-        return banner(config, None, "a CPU has no datasheet peak; it is measured with the machine's ceilings")
+        how = "; it is measured with the machine's ceilings" if ceilings is not None else ""  # a study does so
+        return banner(config, None, f"a CPU has no datasheet peak{how}")
     try:
         if ceilings is not None and not names:
             threads = int(threads_of_a_rank(config.world_size // config.nnodes)["OMP_NUM_THREADS"])
@@ -136,7 +137,7 @@ def run_ranks(
             ranks.kill()
 
 
-def conclude(paths: Paths, earlier: tuple[int, int] | None) -> int:
+def conclude(config: RunConfig, paths: Paths, earlier: tuple[int, int] | None) -> int:
     """Read what the ranks left behind; write the record of an out-of-memory or of a failure.
 
     `earlier`: the version of the run JSON that was there before them, which is no result of theirs.
@@ -152,17 +153,22 @@ def conclude(paths: Paths, earlier: tuple[int, int] | None) -> int:
     failures = read_failures(paths.work)
     if failures and failures[0].kind == "oom" and paths.partial.exists():
         log = read_run_log(paths.partial)
-        log.status, log.reason = "oom", f"rank {failures[0].rank}: {failures[0].reason}"
+        log.status, log.reason = "oom", told(failures[0], config)
         log.steps = read_steps(paths.steps)
         remove_result(paths)
         write_run_log(paths.output, log)
         print(f"{log.name}: oom ({log.reason})", file=sys.stderr)
         return 0
-    record_failure(paths, failures)
+    record_failure(config, paths, failures)
     return 1
 
 
-def record_failure(paths: Paths, failures: list[Failure]) -> None:
+def told(failure: Failure, config: RunConfig) -> str:
+    """The reason, with the rank where there are several."""
+    return failure.reason if config.world_size == 1 else f"rank {failure.rank}: {failure.reason}"
+
+
+def record_failure(config: RunConfig, paths: Paths, failures: list[Failure]) -> None:
     """Write WORK/failure.json: the cause, every rank's own record, and where the logs and stacks are."""
     silence = full_disk(paths.work) or "the ranks ended without a result and without a word"
     reason = failures[0].reason if failures else silence
@@ -177,8 +183,8 @@ def record_failure(paths: Paths, failures: list[Failure]) -> None:
         "stacks": stacks,
         "logs": str(ranks_folder(paths.work)),
     }
-    where = f"rank {failures[0].rank}: " if failures else ""
-    print(f"error: {where}{reason}\n(record: {paths.failure}, logs: {ranks_folder(paths.work)})", file=sys.stderr)
+    cause = told(failures[0], config) if failures else silence
+    print(f"error: {cause}\n(record: {paths.failure}, logs: {ranks_folder(paths.work)})", file=sys.stderr)
     if record["kind"] != "refused":
         print_way_on(paths.checkpoints)
     if paths.output.exists():

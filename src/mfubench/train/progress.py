@@ -37,11 +37,14 @@ def palm_mfu_of(log: RunLog, ceilings: Path | None = None) -> float | None:
 def live_values(
     log: RunLog, memory: RankMemory, allocated_gib: float | None, mfu_factor: float | None
 ) -> dict[str, Any]:
-    """The last step of a run, as a flat record: units in the keys."""
+    """The last step of a run, as a flat record: units in the keys.
+
+    Until a step was measured, the rate is the last step's own and the time left is not known: the first ones compile.
+    """
     config = log.config
     last = log.steps[-1]
-    recent = sorted(step.step_time_s for step in log.steps[-20:])
-    step_time_s = recent[len(recent) // 2]
+    recent = sorted(step.step_time_s for step in log.steps[-20:] if step.phase == "measured")
+    step_time_s = recent[len(recent) // 2] if recent else last.step_time_s
     tokens_per_s = config.tokens_per_step / step_time_s
     per_gpu = tokens_per_s / config.world_size
     return {
@@ -62,7 +65,7 @@ def live_values(
         "memory_reserved_peak_gib": memory.peak_reserved_gib,
         "memory_allocated_peak_gib": memory.peak_allocated_gib,
         "memory_rss_peak_gib": memory.peak_rss_gib,
-        "time_left_s": (config.max_iters - 1 - last.step) * step_time_s,
+        "time_left_s": (config.max_iters - 1 - last.step) * step_time_s if recent else None,
         "updated_at": time.time(),
     }
 
@@ -85,7 +88,7 @@ def describe(live: dict[str, Any]) -> str:
         )
     else:
         parts.append(f"memory peak {live['memory_rss_peak_gib']:.2f} GiB")
-    if live["status"] is None:
+    if live["status"] is None and live["time_left_s"] is not None:
         minutes, seconds = divmod(round(live["time_left_s"]), 60)
         parts.append(f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left")
     return ", ".join(parts)
@@ -93,7 +96,7 @@ def describe(live: dict[str, Any]) -> str:
 
 def describe_end(log: RunLog) -> list[str]:
     """How a run ended, what ran in place of what was asked, what it evaluated and sampled: lines for people."""
-    why = log.reason or log.stopped_early
+    why = log.reason or log.stopped_early or nothing_trained(log)
     lines = [f"{log.name}: {log.status}{f' ({why})' if why else ''}"]
     lines += [f"  {setting}: {note}" for setting, note in log.fallbacks().items()]
     if log.evaluations:
@@ -108,6 +111,13 @@ def describe_end(log: RunLog) -> list[str]:
         text = " ".join(log.sample.split())  # on one line
         lines.append(f"  sample: {text if len(text) <= SAMPLE_WIDTH else f'{text[:SAMPLE_WIDTH]}…'}")
     return lines
+
+
+def nothing_trained(log: RunLog) -> str | None:
+    """A sentence where a run was called again after its last step."""
+    if not log.resumes or log.config.evaluation.only or log.wall is None or log.wall.training_tokens:
+        return None
+    return f"all {log.resumes[-1].step} steps were done before; nothing was trained"
 
 
 class Display:
