@@ -12,8 +12,9 @@ BYTES_A_PARAMETER = 12  # three float32 tensors
 
 
 def complete(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    """Finished checkpoints, oldest first; what else lies in their folder is somebody's own."""
+    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def latest(folder: Path) -> Path | None:

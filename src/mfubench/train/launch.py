@@ -112,6 +112,8 @@ def describe_run(config: RunConfig, ceilings: Path | None) -> str:
 
 def prepare_folders(paths: Paths) -> None:
     """Make the folders. Raises ConfigError where nothing can be written."""
+    if paths.output.is_dir():
+        raise ConfigError(f"{paths.output}: is a folder; name the run JSON that is to be written")
     for folder in (ranks_folder(paths.work), paths.output.parent):  # of every node: the disk may be its own
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -185,14 +187,14 @@ def record_failure(config: RunConfig, paths: Paths, failures: list[Failure]) -> 
     }
     cause = told(failures[0], config) if failures else silence
     print(f"error: {cause}\n(record: {paths.failure}, logs: {ranks_folder(paths.work)})", file=sys.stderr)
-    if record["kind"] != "refused":
-        print_way_on(paths.checkpoints)
-    if paths.output.exists():
-        print(f"({paths.output} is an earlier run's result, which stays)", file=sys.stderr)
     try:
         write_json(paths.failure, record)
     except OSError as error:
         print(f"error: the record could not be written ({error.strerror})", file=sys.stderr)
+    if record["kind"] != "refused":
+        print_way_on(paths.checkpoints)
+    if paths.output.exists():
+        print(f"({paths.output} is an earlier run's result, which stays)", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from mfubench.train.optimizer import learning_rate_at
 from mfubench.train.process import Process
 from mfubench.train.progress import Display
 from mfubench.train.reporter import Reporter
-from mfubench.train.setup import set_flags
+from mfubench.train.setup import keep_kernels, set_flags
 from mfubench.train.step import StepFunction, TrainStep
 from mfubench.train.timeline import keep_timeline, profiled_steps
 from mfubench.train.training import (
@@ -56,6 +56,7 @@ def train(
 
     Raises ConfigError for what a person must change, and Stopped after a checkpoint on request.
     """
+    keep_kernels(process)
     resolved = resolve(config, process)
     set_flags(config, resolved, process)
     log = RunLog(

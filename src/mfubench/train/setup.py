@@ -30,6 +30,16 @@ from mfubench.train.parallel import Engine, FlatEngine
 from mfubench.train.process import Process
 
 
+def keep_kernels(process: Process) -> None:
+    """Let Triton and quack keep what they compile in this project's cache, before the first kernel is tried.
+
+    Raises ConfigError where the cache cannot be written to.
+    """
+    if process.on_cuda:
+        for name in ("triton", "quack"):
+            os.environ.setdefault(f"{name.upper()}_CACHE_DIR", str(writable_folder(cache_root() / name)))
+
+
 def set_flags(config: RunConfig, resolved: Resolved, process: Process) -> None:
     """Process-wide state that changes numbers or speed: matmul precision, seed, compile cache, memory cap.
 
@@ -39,7 +49,7 @@ def set_flags(config: RunConfig, resolved: Resolved, process: Process) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     torch.manual_seed(config.seed)
-    if resolved.used["compile"].used != "none":
+    if resolved.used["compile"].used != "none" and config.compile_backend == "inductor":
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(writable_folder(inductor_cache(config, resolved)))
     if config.memory_cap_gib is not None:
         cap_memory(config.memory_cap_gib, process)
