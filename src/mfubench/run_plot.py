@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from mfubench.analysis.figures.style import DPI, LIGHT, Theme, plain_axes, titled_figure
 from mfubench.config import ConfigError
@@ -68,6 +68,7 @@ def prepare_panel(axes: Axes, title: str, log: RunLog, theme: Theme) -> None:
         axes.axvspan(min(unmeasured) - 0.5, max(unmeasured) + 0.5, color=theme.band, lw=0, zorder=0)
     for resume in log.resumes:
         axes.axvline(resume.step + 0.5, color=theme.muted, lw=0.8, ls=":")
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
 
 
 def draw_loss(axes: Axes, log: RunLog, theme: Theme) -> None:

@@ -1,14 +1,22 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from factories import make_model, make_run_config
 
 from mfubench.analysis.answer import answers, command_for
 from mfubench.analysis.extrapolation import extrapolate
 from mfubench.analysis.findings import Findings
+from mfubench.analysis.report.answer_section import answer_section, fastest_note
+from mfubench.analysis.report.blocks import Cards, Command, Notice, Section, Table, Text
+from mfubench.analysis.report.closing_sections import extrapolation_section
+from mfubench.analysis.statistics import Quartiles
+from mfubench.analysis.summary import summarize
 from mfubench.config import RunConfig
 from mfubench.experiments import build_run, parse_overrides
 from mfubench.run_log import read_run_log, write_run_log
@@ -60,6 +68,91 @@ def test_settings_that_cannot_be_told_apart_are_named(changed_study: Path):
     (answer,) = answers(Findings.of(changed_study))
     together = {answer.fastest.case, *(candidate.case for candidate in answer.as_fast)}
     assert {"tiers/tier1", "tiers/tier2", "scaling/2.2-compile-gpus8", "memory/5.2-micro-batch24"} <= together
+
+
+def make_noisy(study: Path, busy: bool) -> None:
+    """Steps of every run that take from a quarter of their time to four times of it; busy: since others worked."""
+    random = np.random.default_rng(1)
+    host = {"cpu_percent": {"median": 100.0}, "run_cores": {"median": 0.2}}
+    for path in (study / "runs").glob("*/*.json"):
+        log = read_run_log(path)
+        for step in log.steps:
+            step.step_time_s *= 4 ** random.uniform(-1, 1)
+        write_run_log(path, log.model_copy(update={"telemetry": {"host": host} if busy else None}))
+
+
+def words_of(section: Section) -> str:
+    return "\n".join(block.text for block in section.blocks if isinstance(block, Notice | Text))
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_no_setting_is_named_where_all_are_too_noisy(cpu_study: Path, tmp_path: Path, busy: bool):
+    study = Path(shutil.copytree(cpu_study, tmp_path / "study"))
+    make_noisy(study, busy)
+    found = Findings.of(study)
+    (answer,) = answers(found)
+    others = len(answer.candidates) - 1
+    assert answer.doubt is not None
+    assert f"is not told apart from any of the {others} other settings (3 of 3 comparisons too noisy to tell)" in (
+        answer.doubt
+    )
+    section = answer_section(found)
+    assert not any(isinstance(block, Cards | Command) for block in section.blocks)
+    (table,) = [block for block in section.blocks if isinstance(block, Table)]
+    assert len(table.rows) == others + 1
+    words = words_of(section)
+    assert f"**No setting can be named:** `{answer.fastest.case}` has the highest rate, " in words
+    assert ("The machine was busy during 7 of 7 runs: measure again" in words) == busy
+    assert ("Raise `repeats` in the study" in words) != busy
+    told = extrapolation_section(found)
+    assert not any(isinstance(block, Table) for block in told.blocks) and "no setting can be named" in words_of(told)
+    assert summarize(found)["recommended"][answer.model]["doubt"] == answer.doubt
+
+
+def test_a_quiet_machine_leaves_no_doubt(found: Findings):
+    (answer,) = answers(found)
+    assert answer.doubt is None and summarize(found)["recommended"][answer.model]["doubt"] is None
+    assert any(isinstance(block, Cards) for block in answer_section(found).blocks)
+    assert any(isinstance(block, Table) for block in extrapolation_section(found).blocks)
+
+
+def test_settings_that_are_all_about_as_fast_leave_no_doubt(changed_study: Path):
+    for path in (changed_study / "runs").glob("*/*.json"):
+        if not path.stem.startswith(("tier1", "tier2")):
+            path.unlink()
+    (answer,) = answers(Findings.of(changed_study))
+    assert [candidate.case for candidate in answer.as_fast] == [candidate.case for candidate in answer.candidates[1:]]
+    assert answer.as_fast and answer.doubt is None
+
+
+def test_a_rate_above_the_peak_is_not_recommended(cpu_study: Path, tmp_path: Path):
+    """On a CPU, whose peak is measured, by the palm convention; on a card by what causal kernels execute."""
+    study = Path(shutil.copytree(cpu_study, tmp_path / "study"))
+    for path in (study / "runs").glob("*/*.json"):
+        slow_down(path, 0.4)
+    (answer,) = answers(Findings.of(study))
+    mfu = answer.fastest.runs[0].headline_mfu
+    assert mfu is not None and mfu > 1
+    assert f"has an MFU of {100 * mfu:.1f} %, more than there is" in (answer.doubt or "")
+
+
+@pytest.mark.parametrize(("causal", "possible"), [(0.8, True), (1.1, False)])
+def test_a_long_context_may_have_more_than_the_peak_by_the_palm_convention(
+    found: Findings, causal: float, possible: bool
+):
+    (answer,) = answers(found)
+    run = answer.fastest.runs[0]
+    mfu = {**run.mfu, "palm": Quartiles(1.2, 1.2, 1.2, 76), "causal": Quartiles(causal, causal, causal, 76)}
+    candidate = replace(answer.fastest, runs=(replace(run, mfu=mfu),))
+    assert (candidate.impossible_mfu is None) == possible
+
+
+def test_settings_that_are_as_fast_are_counted_where_not_all_are_named(found: Findings):
+    (answer,) = answers(found)
+    others = [replace(candidate, against_fastest=None) for candidate in answer.candidates[1:7]]
+    note = fastest_note(replace(answer, candidates=(answer.fastest, *others)))
+    assert note.count("`") == 8 and f"`{others[3].case}` and 2 more: take" in note
+    assert "more:" not in fastest_note(replace(answer, candidates=(answer.fastest, *others[:4])))
 
 
 def test_no_answer_from_smoke_tests(changed_study: Path):

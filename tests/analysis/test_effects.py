@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from mfubench.analysis.effects import (
 )
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import measure
+from mfubench.analysis.report.measured_sections import effects_section
+from mfubench.config import KernelsConfig
 from mfubench.run_log import Choice, Kernels, RunLog
 
 
@@ -66,6 +69,27 @@ def test_settings_are_those_that_ran():
     assert settings["loader.kind"] == "memmap" and "loader.num_workers" not in settings
     assert settings["attention"] == "cudnn"
     assert "seed" not in settings and "name" not in settings
+
+
+def test_a_kernel_is_named_once_by_what_ran():
+    plain, own = make_run_log(name="tiers/a"), make_run_log(name="tiers/b")
+    own.config = own.config.model_copy(update={"kernels": KernelsConfig(norm="auto", rope="auto")})
+    own.used |= {
+        "norm": Choice(requested="auto", used="fused"),
+        "rope": Choice(requested="auto", used="plain", reason="a try failed"),
+    }
+    plain.used |= {name: Choice(requested="plain", used="plain") for name in ("norm", "rope")}
+    assert differing_settings(plain, own) == {"kernels.norm": ("plain", "fused")}
+    for name in ("norm", "rope"):  # a log of before its kernels were recorded: what was asked is what ran
+        del plain.used[name]
+    assert differing_settings(plain, own) == {"kernels.norm": ("plain", "fused")}
+
+
+@pytest.mark.parametrize(("cases", "words"), [(1, "of 1 setting that"), (2, "of 2 settings that")])
+def test_the_settings_that_were_repeated_are_counted(found: Findings, cases: int, words: str):
+    assert found.spread is not None
+    section = effects_section(replace(found, spread=replace(found.spread, cases=cases)))
+    assert words in section.blocks[0].text
 
 
 def test_settings_without_meaning_are_no_difference():

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import shutil
 from pathlib import Path
 
 import pytest
-from analysis.example_study import make_gpu_log
+from analysis.example_study import make_gpu_log, write_memory_search
+from matplotlib.figure import Figure
 from PIL import Image
 
 from mfubench.analysis.figures.style import DARK, LIGHT, MARKERS, Theme, machine_label, per_gpu, png
 from mfubench.analysis.findings import Findings
-from mfubench.run_log import write_run_log
+from mfubench.run_log import read_run_log, write_run_log
+from mfubench.run_plot import draw as draw_run
 
 NAMES = ("throughput", "ladder", "effects", "scaling", "memory", "loss", "mfu_over_time", "waterfall", "roofline")
 SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
@@ -121,8 +124,81 @@ def test_the_waterfall_falls_from_the_peak_to_the_measured_step(gpu: Findings):
 def test_the_roofline_has_both_roofs_and_every_group(gpu: Findings):
     shown = texts(gpu, "roofline")
     assert "datasheet: 989.4 TFLOP/s, 3,352 GB/s" in shown and "measured: 752 TFLOP/s, 2,960 GB/s" in shown
-    for group in ("matmuls", "attention", "activation", "RoPE and head layout", "gradient accumulation"):
+    for group in ("matmuls", "attention", "activation", "RoPE and head layout"):
         assert f"{group}, " in shown
+    assert "gradient accumulation" not in shown  # 0.9 % of the step: a point without a label
+
+
+def drawn(found: Findings, name: str) -> Figure:
+    with LIGHT.applied():
+        figure = module(name).draw(found, LIGHT)
+        figure.draw_without_rendering()
+    return figure
+
+
+def noisy(study: Path, folder: Path, stretched: float) -> Findings:
+    """A copy of a study of whose measured steps every third takes `stretched` times of its time."""
+    study = Path(shutil.copytree(study, folder / "study"))
+    for path in (study / "runs").glob("*/*.json"):
+        log = read_run_log(path)
+        for step in log.measured_steps()[::3]:
+            step.step_time_s *= stretched
+        write_run_log(path, log)
+    return Findings.of(study)
+
+
+def test_steps_are_whole_numbers_and_no_mfu_is_below_0(cpu_study: Path, tmp_path: Path):
+    """Runs of ten steps, whose axis would have a tick at 2.5, and steps that differ by more than they take."""
+    study = Path(shutil.copytree(cpu_study, tmp_path / "steps"))
+    for path in (study / "runs").glob("*/*.json"):
+        log = read_run_log(path)
+        ranks = [times[:10] for times in log.rank_step_times_s]
+        write_run_log(path, log.model_copy(update={"steps": log.steps[:10], "rank_step_times_s": ranks}))
+    found = noisy(study, tmp_path, 8.0)
+    panels = [axes for axes in drawn(found, "mfu_over_time").axes if axes.get_title(loc="left")]
+    assert len(panels) == 5
+    for axes in panels:
+        assert all(tick == round(tick) for tick in axes.get_xticks())
+        assert axes.get_ylim()[0] == 0
+    assert "start at 0" not in " ".join(texts(found, "mfu_over_time").split())
+    run = draw_run(found.study.runs["baseline/1.1-plain"], LIGHT)
+    assert all(tick == round(tick) for axes in run.axes for tick in axes.get_xticks())
+
+
+def test_axes_say_that_they_do_not_start_at_0_only_where_it_is_true(gpu: Findings, cpu_study: Path, tmp_path: Path):
+    told = {name: " ".join(texts(gpu, name).split()) for name in ("mfu_over_time", "ladder", "memory")}
+    assert "axes do not start at 0" in told["mfu_over_time"]
+    assert all("axis does not start at 0" in told[name] for name in ("ladder", "memory"))
+    found = noisy(cpu_study, tmp_path, 8.0)
+    (axes,) = drawn(found, "ladder").axes
+    assert axes.get_ylim()[0] <= 0 and "start at 0" not in " ".join(texts(found, "ladder").split())
+
+
+@pytest.mark.parametrize("stretched", [0.6, 0.1], ids=["within", "beyond"])
+def test_no_bar_of_the_ladder_runs_through_a_label(cpu_study: Path, tmp_path: Path, stretched: float):
+    """Bars up to 1.7 times of a point, and beyond the axis."""
+    figure = drawn(noisy(cpu_study, tmp_path, stretched), "ladder")
+    (axes,) = figure.axes
+    bars = [bar for container in axes.containers for bar in container[2]]
+    segments = [axes.transData.transform(segment) for bar in bars for segment in bar.get_segments()]
+    labels = [text for text in axes.texts if "MFU" in text.get_text()]
+    assert len(labels) == len(segments) == 2
+    for label in labels:
+        box = label.get_window_extent()
+        assert not any(box.x0 <= x <= box.x1 and low < box.y1 and high > box.y0 for (x, low), (_, high) in segments)
+        assert box.y1 <= axes.bbox.y1
+
+
+def test_a_single_micro_batch_size_is_told_in_words(cpu_study: Path, tmp_path: Path):
+    study = Path(shutil.copytree(cpu_study, tmp_path / "study"))
+    write_memory_search(study)
+    path = study / "memory" / "5.1-limit.json"
+    limit = json.loads(path.read_text())
+    limit["trials"] = [trial for trial in limit["trials"] if trial["micro_batch_size"] in (4, 32)]
+    path.write_text(json.dumps(limit))
+    shown = " ".join(texts(Findings.of(study), "memory").split())
+    assert "Nothing to show: a curve needs two micro-batch sizes, and one was measured: 4, 59,800 " in shown
+    assert "tokens/s/process with 32.9 GiB" in shown
 
 
 @pytest.mark.parametrize("name", ["waterfall", "roofline"])

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from analysis.example_study import PROFILED
 from factories import make_run_config
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
+from mfubench.analysis.figures.profiled import fastest_profile
+from mfubench.analysis.figures.roofline import LABEL_DISTANCE, labels_of, roofs_of
+from mfubench.analysis.figures.style import LIGHT
 from mfubench.analysis.figures.waterfall import bars_of
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.ideal import Ideals, ideals_of, memory_traffic
 from mfubench.analysis.profiled_matmuls import profiled_matmuls
 from mfubench.analysis.profiles import Profiled, fold_unnamed, rows_of
-from mfubench.analysis.report.profile_section import headline_blocks, next_sentence, profile_section
+from mfubench.analysis.report.profile_section import headline_blocks, next_sentence, part_row, profile_section
 from mfubench.analysis.roofline import Point, points_of
 from mfubench.analysis.tables import profiles_table
+from mfubench.analysis.units import format_rate
 from mfubench.predict import plan_run
 from mfubench.presets import load_model
 from mfubench.profiling.breakdown import MatmulTotal
 from mfubench.profiling.trace_file import trace_of_reason, write_trace
-from mfubench.run_log import Choice
+from mfubench.run_log import Choice, write_json
 from mfubench.step_model import chunk_sum_bytes, elementwise_bytes, elementwise_bytes_by_group, micro_step_matmuls
 
 
@@ -94,6 +102,16 @@ def test_a_chunked_loss_leaves_the_sum_over_its_chunks_to_the_matmuls():
     assert chunk_sum_bytes(config) == 4 * 151_936 * 2048 * (4 + 4)
 
 
+def test_activations_in_matmuls_are_part_of_their_ideal(profiled: Profiled, found: Findings):
+    """LLaMA-2 1.36B: 4 I values a token and layer, in bfloat16, where SwiGLU as a kernel of its own has a row."""
+    apart, inside = (ideals_with(profiled, found, {"swiglu": "auto"}, {"swiglu": used}) for used in ("fused", "matmul"))
+    assert "activation" in apart.seconds and "activation" not in inside.seconds
+    config = profiled.judged.log.config
+    moved = 4 * 6144 * 2 * 18 * config.tokens_per_step / config.world_size
+    assert inside.seconds["matmul"] - apart.seconds["matmul"] == pytest.approx(moved / 2960e9, rel=1e-3)
+    assert inside.words["matmul"].endswith("of activations in their tiles at 2,960 GB/s")
+
+
 def test_accumulating_matmuls_read_and_write_float32_where_the_run_used_them(profiled: Profiled, found: Findings):
     """1,220,345,856 weights of matmuls, 8 micro-steps: 2 bytes more written in each, 4 read in all but one."""
     asked = {"weight_gradient": "auto"}
@@ -128,8 +146,30 @@ def test_the_part_with_the_most_to_win_is_named(found: Findings, profiled: Profi
     sentence = next_sentence(found, profiled)
     assert f"**The next optimisation of `tiers/tier3` is: {row.label}.**" in sentence
     assert "To try: `cuda_graphs: true`." in sentence
-    gain = profiled.rate_without(row.excess_s) / profiled.tokens_per_s
-    assert gain == pytest.approx(profiled.measured_step_s / (profiled.measured_step_s - row.excess_s))
+    won = profiled.rate_won(row.excess_s)
+    assert won is not None
+    step_s = profiled.rank.step_s
+    assert won / profiled.tokens_per_s == pytest.approx(step_s / (step_s - row.excess_s) - 1)
+
+
+def test_what_a_part_is_worth_is_a_share_of_the_profiled_step(found: Findings, profiled: Profiled):
+    """Of a step that the profiler, or the machine's other work, made ten times as long as the measured ones."""
+    row = max(profiled.rows, key=lambda row: row.time_s)
+    whole = replace(row, ideal_s=0.4 * row.time_s)  # could be won: more than a measured step
+    slow = replace(profiled, rows=[whole], measured_step_s=profiled.rank.step_s / 10)
+    assert whole.excess_s > slow.measured_step_s
+    expected = whole.excess_s / (slow.rank.step_s - whole.excess_s)
+    assert profiles_table([slow])["tokens_per_s_per_gpu_won"][0] == pytest.approx(expected * slow.tokens_per_s)
+    assert f"({100 * expected:+.1f} %)" in next_sentence(found, slow)
+    assert part_row(slow, whole)[5] == f"+{format_rate(expected * slow.tokens_per_s)}"
+
+
+def test_where_hardly_anything_is_left_of_a_step_no_rate_is_told(found: Findings, profiled: Profiled):
+    all_of_it = replace(profiled.rows[0], time_s=profiled.rank.step_s, ideal_s=0.0)
+    alone = replace(profiled, rows=[all_of_it])
+    assert alone.rate_won(all_of_it.excess_s) is None
+    assert part_row(alone, all_of_it)[5] == "–" and profiles_table([alone])["tokens_per_s_per_gpu_won"].isna().all()
+    assert "hardly anything of the step would be left" in next_sentence(found, alone)
 
 
 def test_unnamed_elementwise_work_makes_one_row(profiled: Profiled):
@@ -193,6 +233,59 @@ def test_a_point_of_the_roofline():
     assert (point.intensity, point.tflops, point.gb_s) == (2.0, 4.0, 2000.0)
 
 
+def on_half_a_cpu(profiled: Profiled, cpu: Findings) -> Profiled:
+    """The profile as if a rank on one of the two threads of the ceilings had made it."""
+    judged = cpu.good["scaling/2.1-plain-gpus2"]
+    assert judged.log.environment.cpu_threads == 1
+    ideals = ideals_of(judged, cpu.study.ceilings)
+    return replace(profiled, judged=judged, ideals=ideals, breakdown=replace(profiled.breakdown, device="cpu"))
+
+
+def test_the_roof_of_a_rank_on_a_cpu_is_its_share_of_the_threads(profiled: Profiled, cpu_study: Path):
+    cpu = Findings.of(cpu_study)
+    half = on_half_a_cpu(profiled, cpu)
+    assert cpu.study.ceilings is not None
+    rate = cpu.study.ceilings.fastest_matmul_tflops("fp32")
+    assert rate is not None
+    ((label, tflops, *_),) = roofs_of(cpu, half, LIGHT)
+    assert (label, tflops) == ("measured", pytest.approx(rate / 2))
+    config = half.judged.log.config
+    flops = sum(one.flops * one.count for one in micro_step_matmuls(config)) * config.gradient_accumulation_steps
+    assert half.ideals.seconds["matmul"] == pytest.approx(flops / (tflops * 1e12))  # as the waterfall has it
+
+
+def test_matmuls_alone_are_those_of_a_ranks_share_of_the_threads(profiled: Profiled, cpu_study: Path):
+    cpu = Findings.of(cpu_study)
+    half = on_half_a_cpu(profiled, cpu)
+    one = next(one for one in micro_step_matmuls(half.judged.log.config) if one.name == "lm_head")
+    total = MatmulTotal((one.rows, one.inner, one.columns), "forward", 1, 1.0)
+    half = replace(half, rank=replace(half.rank, matmuls=[total]))
+    assert cpu.study.ceilings is not None
+    (large,) = cpu.study.ceilings.matmuls
+    head = large.model_copy(update={"model": half.judged.log.config.model.name, "name": "lm_head", "tflops": 0.3})
+    (found,) = profiled_matmuls(half, cpu.study.ceilings.model_copy(update={"matmuls": [head]}))
+    assert found.alone_tflops == pytest.approx(0.15)
+
+
+def test_labels_of_the_roofline_do_not_meet():
+    """Groups as near to one another as on a CPU; those below 1 % of a step of a second have no label."""
+    memory = [Point(f"memory {i}", "memory", i * 1e8, 1e9, 0.1) for i in range(2, 6)]
+    small = Point("gradient accumulation", "memory", 1e7, 1e8, 0.001)
+    compute = [Point("attention", "attention", 3e9, 1e8, 0.2), Point("matmuls", "matmul", 5e9, 1e8, 0.4)]
+    limits = (0.03, 200.0)
+    labels = labels_of([*memory, small, *compute], 0.01, limits)
+    assert {label.point.label for label in labels} == {point.label for point in [*memory, *compute]}
+    heights = sorted(label.y for label in labels)
+    near = [high / low for low, high in pairwise(heights)]
+    assert min(near) >= 0.999 * LABEL_DISTANCE
+
+
+def test_the_ceilings_of_the_waterfall_are_a_cards_or_a_machines(profiled: Profiled, cpu_study: Path):
+    words = " ".join(bar.label for bar in bars_of(on_half_a_cpu(profiled, Findings.of(cpu_study))))
+    assert "matmuls: this machine's ceiling" in words and "card" not in words
+    assert "matmuls: this card's ceiling" in " ".join(bar.label for bar in bars_of(profiled))
+
+
 def test_the_table_of_profiles(found: Findings, profiled: Profiled):
     table = profiles_table(found.profiles[0])
     assert set(table["case"]) == set(PROFILED)
@@ -218,6 +311,23 @@ def test_without_a_profile_the_report_says_how_to_get_one(cpu_study: Path, chang
             shutil.rmtree(study / "traces")
         words = words_of(study, partial=True)
         assert "No case of this study has a profile" in words and "measurement: {profile: timeline}" in words
+
+
+def test_traces_that_are_not_shipped_are_told_apart_from_profiles_that_nobody_asked_for(changed_study: Path):
+    declared = json.loads((changed_study / "study.json").read_text())
+    for name in (*PROFILED, "tiers/tier9"):
+        declared["cases"][name] = {"measurement": {"profile": "timeline"}}
+    write_json(changed_study / "study.json", declared)
+    shutil.rmtree(changed_study / "traces")
+    found = Findings.of(changed_study)
+    not_kept = "its trace is not in traces/ (a run's profile is kept there); run the case again"
+    assert found.profiles == ([], dict.fromkeys(PROFILED, not_kept) | {"tiers/tier9": "tiers/tier9 has not been run"})
+    words = words_of(changed_study)
+    assert "Profiles that are not to be had" in words and "measurement: {profile: timeline}" not in words
+    panel = fastest_profile(found, LIGHT, "title")
+    assert isinstance(panel, Figure)
+    shown = " ".join(" ".join(text.get_text() for text in panel.findobj(Text)).split())
+    assert f"{', '.join(PROFILED)}: {not_kept}" in shown
 
 
 def test_a_profile_that_was_not_to_be_had_is_told(changed_study: Path):

@@ -303,7 +303,11 @@ def test_runs_that_ended_before_they_began_are_shown(changed_study: Path):
     changes = {**empty, "status": "skipped", "reason": "CUDA graphs are not to be had here", "wall": None}
     log = make_gpu_log("tiers/tier3", 1).model_copy(update={**changes, "evaluations": [], "kernels": None})
     write_run_log(changed_study / "runs" / "tiers" / "tier3.json", log)
-    assert "CUDA graphs are not to be had here" in page_of(changed_study).words
+    page = page_of(changed_study)
+    assert "CUDA graphs are not to be had here" in page.words
+    runs = [read_run_log(path) for path in (changed_study / "runs").glob("*/*.json")]
+    on_eight = [run.name for run in runs if run.config.world_size == 8]
+    assert "tiers/tier3" in on_eight and f"{len(on_eight) - 1} runs on 8 GPUs" in page.words
 
 
 def test_a_run_that_only_evaluates_has_its_row(changed_study: Path):

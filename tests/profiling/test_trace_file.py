@@ -105,6 +105,15 @@ def test_what_is_no_trace_is_told_in_a_sentence(tmp_path: Path, content: bytes):
         read_trace(path)
 
 
+def test_a_run_without_a_profile_is_told_from_a_trace(tmp_path: Path):
+    path = tmp_path / "run.json"
+    write_run_log(path, make_run_log())
+    told = f"{path}: this run was made without a profile; run it again with measurement.profile=timeline"
+    with pytest.raises(ConfigError) as refused:
+        CliRunner().invoke(app, ["profile", str(path)], catch_exceptions=False)
+    assert str(refused.value) == told
+
+
 def test_a_finished_runs_trace_is_kept_and_a_missing_one_explained(tmp_path: Path):
     run, work, output = tmp_path / "run.json", tmp_path / "work", tmp_path / "traces" / "one.json.gz"
     write_run_log(run, make_run_log())

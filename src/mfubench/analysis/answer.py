@@ -14,6 +14,7 @@ from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures, Stability
 from mfubench.analysis.statistics import Difference, difference
 from mfubench.analysis.study import base_name
+from mfubench.analysis.units import format_number_of, format_percent, is_noise
 from mfubench.config import ConfigError, RunConfig
 from mfubench.presets import load_model
 
@@ -58,6 +59,33 @@ class Candidate:
         """Not told apart from the fastest."""
         return self.against_fastest is None or not self.against_fastest.is_difference
 
+    @property
+    def is_too_noisy(self) -> bool:
+        """Nothing can be told of it against the fastest."""
+        change = self.against_fastest
+        if change is None or change.is_difference:
+            return False
+        return is_noise(1 + change.interval.low, 1 + change.interval.high)
+
+    @property
+    def is_near(self) -> bool:
+        """Known to be about as fast as the fastest, whichever of the two is faster."""
+        change = self.against_fastest
+        return change is not None and -NEAR_FASTEST <= change.interval.low <= change.interval.high <= NEAR_FASTEST
+
+    @property
+    def impossible_mfu(self) -> float | None:
+        """MFU (palm) of more than there is; None of a possible one.
+
+        By the palm convention a long context may honestly have more than a datasheet's peak: causal kernels skip half
+        of its attention.
+        """
+        run = self.runs[0]
+        if run.peak is None or "palm" not in run.mfu:
+            return None
+        judged = run.mfu["palm" if run.peak.measured else "causal"]
+        return run.mfu["palm"].median if judged.median > 1 else None
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -72,6 +100,28 @@ class Answer:
     @property
     def as_fast(self) -> list[Candidate]:
         return [candidate for candidate in self.candidates[1:] if candidate.is_as_fast]
+
+    @property
+    def doubt(self) -> str | None:
+        """Why no setting can be named the fastest, as words about the one with the highest rate; None where one can.
+
+        Settings that are known to be about as fast as one another leave no doubt: any of them will do.
+        """
+        others = self.candidates[1:]
+        noisy = sum(candidate.is_too_noisy for candidate in others)
+        reasons = []
+        if len(self.as_fast) == len(others) and not all(candidate.is_near for candidate in others):
+            reasons.append(f"is not told apart from {self.words_of_others(noisy)}")
+        elif noisy > len(others) / 2:
+            reasons.append(f"is too noisy to be compared with {noisy} of {len(others)} other settings")
+        if (mfu := self.fastest.impossible_mfu) is not None:
+            reasons.append(f"has an MFU of {format_percent(mfu)}, more than there is")
+        return " and ".join(reasons) or None
+
+    def words_of_others(self, noisy: int) -> str:
+        count = len(self.candidates) - 1
+        words = f"any of the {count} other settings" if count > 1 else "the only other setting"
+        return f"{words} ({noisy} of {format_number_of(count, 'comparison')} too noisy to tell)" if noisy else words
 
 
 def answers(found: Findings) -> list[Answer]:

@@ -45,7 +45,12 @@ def settings_that_ran(log: RunLog) -> dict[str, Any]:
     """Everything that may change a run's speed, flat (`loader.kind`), with what ran in place of what was asked."""
     settings = log.config.model_dump(mode="json", exclude=set(OUTSIDE_SPEED))
     for key, choice in log.used.items():
-        settings[key] = {**settings[key], "kind": choice.used} if key == "loader" else choice.used
+        if key == "loader":
+            settings["loader"]["kind"] = choice.used
+        elif key in settings["kernels"]:
+            settings["kernels"][key] = choice.used
+        else:
+            settings[key] = choice.used
     if settings["loader"]["kind"] == "memmap":  # which has neither workers nor prefetching
         settings["loader"] = {"kind": "memmap"}
     if settings["compile"] == "none":

@@ -19,6 +19,7 @@ from mfubench.step_model import (
     chunk_sum_bytes,
     elementwise_bytes_by_group,
     epilogue_bytes,
+    in_matmuls,
     micro_step_matmuls,
     optimizer_bytes,
 )
@@ -51,6 +52,11 @@ def matmul_arithmetic(log: RunLog) -> str:
     return "tf32" if arithmetic == "fp32" and is_on(log.used["tf32"]) else arithmetic
 
 
+def rank_share(log: RunLog, ceilings: Ceilings) -> float:
+    """A rank's part of the measured arithmetic: of several on a CPU each has some of the threads measured with."""
+    return log.environment.cpu_threads / ceilings.threads if ceilings.device == "cpu" else 1.0
+
+
 def tokens_of(config: RunConfig) -> int:
     """Tokens a step on one GPU."""
     return config.tokens_per_step // config.world_size
@@ -74,9 +80,7 @@ def ideals_of(judged: Measures, ceilings: Ceilings | None) -> Ideals:
     )
     if ceilings is None or ceilings.device != log.environment.device:
         return ideals
-    # a rank of several on a CPU has a share of the threads that the ceilings were measured with
-    share = log.environment.cpu_threads / ceilings.threads if ceilings.device == "cpu" else 1.0
-    recomputed = add_arithmetic(ideals, config, terms, ceilings, matmul_arithmetic(log), share)
+    recomputed = add_arithmetic(ideals, config, terms, ceilings, matmul_arithmetic(log), rank_share(log, ceilings))
     if ceilings.copy_rate is not None:
         add_memory_traffic(ideals, config, ceilings.copy_rate.gb_s)
         add_epilogues(ideals, config, ceilings.copy_rate.gb_s)
@@ -125,23 +129,25 @@ def add_arithmetic(
 
 def add_memory_traffic(ideals: Ideals, config: RunConfig, copy_gb_s: float) -> None:
     """Elementwise work, accumulation and optimizer: each byte once, at the measured copy rate."""
+    elsewhere = {"attention", "activation"} if in_matmuls(config) else {"attention"}
     for name, size in memory_traffic(config).items():
-        if name != "attention":
+        if name not in elsewhere:
             ideals.seconds[name] = size / (copy_gb_s * 1e9)
             ideals.words[name] = f"{format_bytes(size)} at {copy_gb_s:,.4g} GB/s"
 
 
 def add_epilogues(ideals: Ideals, config: RunConfig, copy_gb_s: float) -> None:
-    """What matmuls that accumulate weight gradients move beyond those of the ceilings, on top of their arithmetic.
+    """What matmuls move beyond those of the ceilings, on top of their arithmetic: weight gradients, activations.
 
     P weights of matmuls, E bytes of the compute dtype, A micro-steps: P ((4 - E) A + 4 (A - 1)) bytes a step at the
     measured copy rate. Each such matmul writes float32 where the measured one writes the compute dtype, and reads the
     sum before it in all micro-steps but the first (`step_model.epilogue_bytes`).
     """
-    size = epilogue_bytes(config)
-    if size > 0 and "matmul" in ideals.seconds:
-        ideals.seconds["matmul"] += size / (copy_gb_s * 1e9)
-        ideals.words["matmul"] += f"; and {format_bytes(size)} of float32 sums at {copy_gb_s:,.4g} GB/s"
+    activations = memory_traffic(config)["activation"] if in_matmuls(config) else 0
+    for size, what in ((epilogue_bytes(config), "float32 sums"), (activations, "activations in their tiles")):
+        if size > 0 and "matmul" in ideals.seconds:
+            ideals.seconds["matmul"] += size / (copy_gb_s * 1e9)
+            ideals.words["matmul"] += f"; and {format_bytes(size)} of {what} at {copy_gb_s:,.4g} GB/s"
 
 
 def memory_traffic(config: RunConfig) -> dict[str, float]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mfubench.analysis.ideal import matmul_arithmetic
+from mfubench.analysis.ideal import matmul_arithmetic, rank_share
 from mfubench.analysis.profiles import Profiled
 from mfubench.ceilings.schema import Ceilings, Product
 from mfubench.measured_runs import as_run
+from mfubench.run_log import RunLog
 from mfubench.step_model import micro_step_matmuls
 
 PRODUCTS: tuple[Product, ...] = ("forward", "input_gradient", "weight_gradient")  # as step_model lists them
@@ -23,7 +24,7 @@ class ProfiledMatmul:
     count: int
     time_s: float
     flops: float
-    alone_tflops: float | None  # measured hot, with nothing else running
+    alone_tflops: float | None  # measured hot, with nothing else running; on a CPU by a rank's share of the threads
 
     @property
     def tflops(self) -> float:
@@ -55,16 +56,21 @@ def profiled_matmuls(profiled: Profiled, ceilings: Ceilings | None) -> list[Prof
             m, k, n = total.shape
             before = found.get(key, (0, 0.0, 0.0))
             found[key] = before[0] + total.count, before[1] + total.total_s, before[2] + 2.0 * m * k * n * total.count
-    rates = {
-        (one.name, one.product): one.tflops
-        for one in (ceilings.matmuls if ceilings is not None else [])
-        if one.model == log.config.model.name and one.arithmetic == matmul_arithmetic(log)
-    }
+    rates = rates_alone(log, ceilings) if ceilings is not None else {}
     matmuls = [
         ProfiledMatmul(IN_CEILINGS[name], product, *numbers, rates.get((IN_CEILINGS[name], product)))
         for (name, product), numbers in found.items()
     ]
     return sorted(matmuls, key=lambda matmul: -matmul.time_s)
+
+
+def rates_alone(log: RunLog, ceilings: Ceilings) -> dict[tuple[str, Product], float]:
+    """TFLOP/s of each product of the run's model in its arithmetic; of a rank's share of the threads on a CPU."""
+    return {
+        (one.name, one.product): one.tflops * rank_share(log, ceilings)
+        for one in ceilings.matmuls
+        if one.model == log.config.model.name and one.arithmetic == matmul_arithmetic(log)
+    }
 
 
 def fits(product: Product, direction: str | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mfubench.analysis.effects import why_missing
 from mfubench.analysis.ideal import Ideals, ideals_of
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.study import Study
@@ -34,6 +35,8 @@ ROWS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 )
 ELEMENTWISE_ROWS = ("norm", "rope", "activation", "embedding", "loss", "accumulation", "optimizer")
 UNNAMED_SHARE = 0.2  # of elementwise time: with more, its rows cannot be told apart
+LEAST_LEFT = 0.05  # of a step: a rate without all but so little of it says nothing
+NOT_KEPT = "its trace is not in traces/ (a run's profile is kept there); run the case again"
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,13 @@ class Profiled:
         """How much longer the profiled step took than the measured median: a fraction."""
         return self.rank.step_s / self.measured_step_s - 1
 
-    def rate_without(self, seconds: float) -> float:
-        """tokens/s of one GPU if the measured step were so much shorter."""
-        return self.tokens_per_s * self.measured_step_s / max(self.measured_step_s - seconds, 1e-9)
+    def rate_won(self, seconds: float) -> float | None:
+        """tokens/s of one GPU to win if the profiled step were so much shorter; None where hardly anything is left.
+
+        The measured step is taken to have the profiled one's shares: the two may differ in length.
+        """
+        left = 1 - seconds / self.rank.step_s
+        return self.tokens_per_s * (1 / left - 1) if left >= LEAST_LEFT else None
 
     @property
     def next_row(self) -> Row | None:
@@ -86,9 +93,9 @@ class Profiled:
 
 
 def profiled_cases(study: Study, measures: Mapping[str, Measures]) -> tuple[list[Profiled], dict[str, str]]:
-    """Cases with a trace, fastest over all GPUs first; and of those whose trace holds no step, why."""
+    """Cases with a trace, fastest over all GPUs first; and why others that ask for a profile have none."""
     found: list[Profiled] = []
-    missing: dict[str, str] = {}
+    missing = {name: why_not_kept(study, name) for name in asked_for(study) if name not in study.traces}
     for case, path in study.traces.items():
         judged = measures.get(case)
         if judged is None:
@@ -104,6 +111,21 @@ def profiled_cases(study: Study, measures: Mapping[str, Measures]) -> tuple[list
             continue
         found.append(judge_profile(case, judged, breakdown, study))
     return sorted(found, key=lambda profiled: -(profiled.judged.tokens_per_s or 0.0)), missing
+
+
+def asked_for(study: Study) -> list[str]:
+    """The cases that the study wants profiled."""
+    return [
+        name
+        for name, case in study.declared.cases.items()
+        if (case.get("measurement") or {}).get("profile") == "timeline"
+    ]
+
+
+def why_not_kept(study: Study, name: str) -> str:
+    """Why a case that asks for a profile has no trace."""
+    has_run = name in study.runs and study.runs[name].status == "ok"
+    return NOT_KEPT if has_run else why_missing(study, name)
 
 
 def judge_profile(case: str, judged: Measures, breakdown: Breakdown, study: Study) -> Profiled:

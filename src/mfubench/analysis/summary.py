@@ -22,9 +22,10 @@ def summarize(found: Findings) -> dict[str, Any]:
 
     Rates and MFU are {median, q1, q3} over the measured steps; what is not known is null. time: {total, stages: {stage:
     as total}, left_out: {"stage/case": why}}, total: {runs, total_s, gpu_total_s, parts_s, gpu_parts_s}, seconds.
-    recommended: {model: {case, world_size, tokens_per_s, command, untried}}, the fastest in all; untried: {case,
-    world_size, tokens_per_s_per_gpu, change, interval: {low, high}, differs_in: {setting: [recommended's, its own]},
-    command}, faster per GPU on fewer GPUs and never run on as many; command runs it on as many.
+    recommended: {model: {case, world_size, tokens_per_s, doubt, command, untried}}, the fastest in all; doubt: why it
+    cannot be named the fastest, else null; untried: {case, world_size, tokens_per_s_per_gpu, change, interval: {low,
+    high}, differs_in: {setting: [recommended's, its own]}, command}, faster per GPU on fewer GPUs and never run on as
+    many; command runs it on as many.
     """
     environment = found.study.environment
     time = machine_time(found.study.runs.values())
@@ -48,6 +49,7 @@ def summarize_answer(found: Findings, answer: Answer) -> dict[str, Any]:
         "case": fastest.case,
         "world_size": fastest.config.world_size,
         "tokens_per_s": fastest.tokens_per_s,
+        "doubt": answer.doubt,
         "command": command_for(fastest.config),
         "untried": summarize_untried(item) if item is not None else None,
     }

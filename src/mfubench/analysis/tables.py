@@ -154,7 +154,7 @@ def profiles_table(profiles: Sequence[Profiled]) -> pd.DataFrame:
     rows = [
         (
             *(profiled.case, profiled.rank.rank, row.key, row.time_s, row.ideal_s, row.excess_s),
-            *(profiled.rate_without(row.excess_s) - profiled.tokens_per_s, profiled.rank.step_s, profiled.overhead),
+            *(profiled.rate_won(row.excess_s), profiled.rank.step_s, profiled.overhead),
         )
         for profiled in profiles
         for row in profiled.rows

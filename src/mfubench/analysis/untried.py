@@ -72,7 +72,7 @@ def on_as_many(config: RunConfig, fastest: RunConfig) -> RunConfig | None:
 
 
 def own_differences(fastest: Candidate, candidate: Candidate) -> dict[str, tuple[Any, Any]]:
-    """Settings that would differ on as many GPUs; of a kernel what ran, not what was asked."""
+    """Settings that would differ on as many GPUs."""
     differing = differing_settings(fastest.runs[0].log, candidate.runs[0].log)
     for key in ("world_size", "nnodes"):
         differing.pop(key, None)
@@ -81,5 +81,4 @@ def own_differences(fastest: Candidate, candidate: Candidate) -> dict[str, tuple
         own = MANY_OF_ONE if alone == "none" else alone
         if own != theirs:
             differing["parallelism"] = (theirs, own)
-    asked = {f"kernels.{key}" for key in differing}
-    return {key: values for key, values in differing.items() if key not in asked}
+    return differing

@@ -23,6 +23,7 @@ from mfubench.profiling.chrome_trace import (
     Event,
     cut_step,
 )
+from mfubench.result_files import is_run_log
 from mfubench.run_log import write_bytes_atomically
 
 SCHEMA_VERSION: Final = 1
@@ -158,6 +159,10 @@ def read_trace(path: Path | str) -> Trace:
         values = json.loads(text)
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"{path}: is no readable trace ({error})") from None
+    if is_run_log(values):
+        raise ConfigError(
+            f"{path}: this run was made without a profile; run it again with measurement.profile=timeline"
+        )
     if not isinstance(values, dict) or not isinstance(values.get("traceEvents"), list):
         raise ConfigError(f"{path}: holds no traceEvents; give a Chrome trace as torch.profiler exports it")
     about = values.get("mfubench")

@@ -38,20 +38,21 @@ def draw(found: Findings, theme: Theme) -> Figure:
     shown = [found.good[name] for rungs in ladders.values() for name in rungs]
     subtitle = (
         f"{machine_label(found)} · median of the measured steps ({step_count(shown)}), bars: its 95 % interval (block "
-        f"bootstrap), small dots: repeats; below: change from rung to rung · MFU: palm, of {peak_label(shown)} · the "
-        "vertical axis does not start at 0"
+        f"bootstrap), small dots: repeats; below: change from rung to rung · MFU: palm, of {peak_label(shown)}"
     )
     figure = titled_figure(theme, TITLE, subtitle, 3.5)
     widths = [len(rungs) for rungs in ladders.values()]
     panels = figure.subplots(1, len(ladders), squeeze=False, sharey=True, width_ratios=widths)[0]
-    for axes, (stage, rungs) in zip(panels, ladders.items(), strict=True):
-        draw_ladder(axes, found, stage, rungs, theme)
-    low, high = panels[0].get_ylim()  # shared by all panels
     highest = max(judged.tokens_per_s_per_gpu.median for judged in shown if judged.tokens_per_s_per_gpu)
-    high = min(high, 1.8 * highest)  # the bars of noise go beyond
+    end = 1.8 * highest  # the bars of noise go beyond
+    for axes, (stage, rungs) in zip(panels, ladders.items(), strict=True):
+        draw_ladder(axes, found, stage, rungs, end, theme)
+    low, high = panels[0].get_ylim()  # shared by all panels
+    high = min(high, end)
     room = max(high - low, 0.06 * high)
-    panels[0].set_ylim(low - 0.3 * room, high + 0.25 * room)
-    panels[0].set_ylabel(per_gpu(found))
+    low -= 0.3 * room
+    panels[0].set_ylim(low, high + 0.25 * room)
+    panels[0].set_ylabel(f"{per_gpu(found)} (axis does not start at 0)" if low > 0 else per_gpu(found))
     return figure
 
 
@@ -60,7 +61,8 @@ def rungs_of(found: Findings, stage: str) -> list[str]:
     return [name for name, judged in found.good.items() if judged.log.config.stage == stage and base_name(name) == name]
 
 
-def draw_ladder(axes: Axes, found: Findings, stage: str, rungs: list[str], theme: Theme) -> None:
+def draw_ladder(axes: Axes, found: Findings, stage: str, rungs: list[str], end: float, theme: Theme) -> None:
+    """end: of the axis, in tokens/s/GPU, which intervals may go beyond."""
     plain_axes(axes, "y")
     medians = []
     for position, name in enumerate(rungs):
@@ -75,9 +77,11 @@ def draw_ladder(axes: Axes, found: Findings, stage: str, rungs: list[str], theme
         axes.plot(position, median, "o", color=theme.series[0], markersize=8, zorder=4)
         repeats = repeats_of(found, name)
         axes.plot([position + 0.12] * len(repeats), repeats, ".", color=theme.muted, markersize=6, zorder=3)
-        top = min(interval.high, 1.4 * median) if interval is not None else median
-        axes.annotate(rate_label(judged), (position, top), xytext=(0, 9), textcoords="offset points",
-                      ha="center", va="bottom", size=8.5, linespacing=1.3, zorder=2,
+        top = interval.high if interval is not None else median
+        # above the bar; beside the point where the bar goes beyond the axis
+        at, offset, sides = (top, (0, 9), ("center", "bottom")) if top <= end else (median, (9, 0), ("left", "center"))
+        axes.annotate(rate_label(judged), (position, at), xytext=offset, textcoords="offset points",
+                      ha=sides[0], va=sides[1], size=8.5, linespacing=1.3, zorder=2,
                       bbox={"facecolor": axes.get_facecolor(), "edgecolor": "none", "pad": 1})  # fmt: skip
     axes.plot(range(len(rungs)), medians, color=theme.muted, linewidth=1.0, linestyle=(0, (4, 3)), zorder=1)
     for position, (below, above) in enumerate(pairwise(rungs)):

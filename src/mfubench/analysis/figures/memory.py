@@ -26,11 +26,7 @@ TITLE = "What memory buys"
 
 
 def draw(found: Findings, theme: Theme) -> Figure:
-    limits = {
-        name: limit
-        for name, limit in found.study.limits.items()
-        if any(trial.peak_memory_gib and trial.tokens_per_s_per_gpu for trial in limit.trials)
-    }
+    limits = {name: limit for name, limit in found.study.limits.items() if points_of(limit)}
     runs = [
         (judged.peak_memory_gib, judged.tokens_per_s_per_gpu.median, judged.log.config.micro_batch_size)
         for judged in found.good.values()
@@ -40,6 +36,11 @@ def draw(found: Findings, theme: Theme) -> Figure:
         return empty_figure(
             theme, TITLE, machine_label(found), "neither a memory search nor a case of the stage memory"
         )
+    points = [*runs, *(point for limit in limits.values() for point in points_of(limit))]
+    if len(points) == 1:
+        memory, rate, size = points[0]
+        reason = f"a curve needs two micro-batch sizes, and one was measured: {size}, {format_rate(rate)} "
+        return empty_figure(theme, TITLE, machine_label(found), f"{reason}{per_gpu(found)} with {format_gib(memory)}")
     on_cpu = "process" in per_gpu(found)
     what = "resident memory of the fullest process" if on_cpu else "memory reserved on the fullest GPU"
     subtitle = (
@@ -54,33 +55,41 @@ def draw(found: Findings, theme: Theme) -> Figure:
         color, marker = theme.series[position % len(theme.series)], MARKERS[position % len(MARKERS)]
         draw_search(axes, name, limit, color, marker, exact=not on_cpu)
     if runs:
-        memory, rates, sizes = zip(*sorted(runs), strict=True)
-        axes.plot(memory, rates, "*", color=theme.series[-1], markeredgecolor=theme.text, markeredgewidth=0.5,
+        memories, rates, sizes = zip(*sorted(runs), strict=True)
+        axes.plot(memories, rates, "*", color=theme.series[-1], markeredgecolor=theme.text, markeredgewidth=0.5,
                   markersize=13, label="measured runs of the stage memory", zorder=5)  # fmt: skip
-        for x, y, size in zip(memory, rates, sizes, strict=True):
+        for x, y, size in zip(memories, rates, sizes, strict=True):
             axes.annotate(str(size), (x, y), xytext=(0, -15), textcoords="offset points", ha="center", size=8)
     low, high = axes.get_ylim()
-    axes.set_ylim(low - 0.2 * (high - low), high + 0.16 * (high - low))
+    low, high = max(0.0, low - 0.2 * (high - low)), high + 0.16 * (high - low)
+    axes.set_ylim(low, high)
     draw_capacity(axes, list(limits.values()), theme)
     axes.set_xlabel("memory, GiB")
-    axes.set_ylabel(f"{per_gpu(found)} (axis does not start at 0)")
+    axes.set_ylabel(f"{per_gpu(found)} (axis does not start at 0)" if low > 0 else per_gpu(found))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_rate(value)))
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
     return figure
 
 
+def points_of(limit: MemoryLimit) -> list[tuple[float, float, int]]:
+    """(memory in GiB, tokens/s/GPU, micro-batch size) of each trial that fitted."""
+    return [
+        (trial.peak_memory_gib, trial.tokens_per_s_per_gpu, trial.micro_batch_size)
+        for trial in limit.trials
+        if trial.peak_memory_gib and trial.tokens_per_s_per_gpu
+    ]
+
+
 def draw_search(axes: Axes, name: str, limit: MemoryLimit, color: str, marker: str, exact: bool) -> None:
-    fitting = [trial for trial in limit.trials if trial.peak_memory_gib and trial.tokens_per_s_per_gpu]
-    fitting.sort(key=lambda trial: trial.micro_batch_size)
+    fitting = sorted(points_of(limit), key=lambda point: point[2])
     too_large = sorted(trial.micro_batch_size for trial in limit.trials if trial.status == "oom")
     fits = f"largest {'' if exact else 'about '}{limit.largest}" if limit.largest is not None else "nothing fits"
     beyond = f", out of memory at {too_large[0]}" if too_large else ""
-    memory = [trial.peak_memory_gib or 0.0 for trial in fitting]
-    rates = [trial.tokens_per_s_per_gpu or 0.0 for trial in fitting]
+    memories, rates, _ = zip(*fitting, strict=True)
     label = f"{name.split('/')[1]}: {fits}{beyond}"
-    axes.plot(memory, rates, marker=marker, color=color, linewidth=1.2, label=label)
-    for trial, x, y in zip(fitting, memory, rates, strict=True):
-        axes.annotate(str(trial.micro_batch_size), (x, y), xytext=(0, 7), textcoords="offset points", ha="center",
+    axes.plot(memories, rates, marker=marker, color=color, linewidth=1.2, label=label)
+    for x, y, size in fitting:
+        axes.annotate(str(size), (x, y), xytext=(0, 7), textcoords="offset points", ha="center",
                       size=8, color=color)  # fmt: skip
 
 

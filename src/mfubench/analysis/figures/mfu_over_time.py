@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from mfubench.analysis.figures.style import (
     Theme,
@@ -21,6 +21,7 @@ from mfubench.analysis.figures.style import (
 )
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures, mfu_factor
+from mfubench.analysis.statistics import Quartiles
 from mfubench.analysis.units import format_rate
 
 TITLE = "Step by step: warm-up, drift, hiccups"
@@ -37,8 +38,8 @@ def draw(found: Findings, theme: Theme) -> Figure:
     what = f"MFU (palm) of {peak_label(list(chosen.values()))}" if with_mfu else per_gpu(found)
     subtitle = (
         f"{machine_label(found)} · {what}, step by step; hatched: compilation and warm-up, recorded and not "
-        "judged (triangles: far below); line and band: median and quartiles of the measured steps; crosses: outliers · "
-        "axes do not start at 0"
+        "judged (triangles: far below); line and band: median and quartiles of the measured steps; crosses: outliers"
+        f"{start_words([step_limits(judged, factor_of(judged, with_mfu))[0] for judged in chosen.values()])}"
     )
     rows = math.ceil(len(chosen) / COLUMNS)
     figure = titled_figure(theme, TITLE, subtitle, 1.75 * rows + 0.3)
@@ -65,12 +66,43 @@ def choose(found: Findings) -> dict[str, Measures]:
     return {name: judged for name, judged in found.good.items() if name in kept}
 
 
+def start_words(starts: Sequence[float]) -> str:
+    """Where the panels' axes begin, for the subtitle; nothing where all begin at 0."""
+    if all(start > 0 for start in starts):
+        return " · axes do not start at 0"
+    return " · not all axes start at 0" if any(start > 0 for start in starts) else ""
+
+
+def factor_of(judged: Measures, with_mfu: bool) -> float:
+    """What a rate is multiplied with to be drawn: FLOPs of a token over the peak for MFU, else 1."""
+    if not with_mfu or judged.peak is None:
+        return 1.0
+    factor = mfu_factor(judged.log, "palm", judged.peak.tflops)
+    assert factor is not None
+    return factor
+
+
+def reach_of(middle: Quartiles) -> float:
+    """How far apart ordinary steps are."""
+    return max(middle.q3 - middle.q1, 0.004 * middle.median)
+
+
+def step_limits(judged: Measures, factor: float) -> tuple[float, float]:
+    """Ends of a panel's vertical axis: all measured steps but the very strange; nothing is below 0."""
+    assert judged.tokens_per_s_per_gpu is not None
+    middle = judged.tokens_per_s_per_gpu.scaled(factor)
+    reach = reach_of(middle)
+    low = max(min(judged.rates) * factor, middle.median - 14 * reach)
+    high = min(max(judged.rates) * factor, middle.median + 14 * reach)
+    return max(0.0, low - 1.2 * reach), high + 1.2 * reach
+
+
 def draw_steps(axes: Axes, name: str, judged: Measures, with_mfu: bool, theme: Theme) -> None:
     plain_axes(axes, "y")
     axes.spines["bottom"].set_visible(True)
     world_size = judged.log.config.world_size
-    factor = mfu_factor(judged.log, "palm", judged.peak.tflops) if with_mfu and judged.peak else 1.0
-    assert judged.tokens_per_s_per_gpu is not None and factor is not None
+    factor = factor_of(judged, with_mfu)
+    assert judged.tokens_per_s_per_gpu is not None
     middle = judged.tokens_per_s_per_gpu.scaled(factor)
     points = [
         (step.step + 1, step.tokens / step.step_time_s / world_size * factor, step.phase) for step in judged.log.steps
@@ -78,10 +110,7 @@ def draw_steps(axes: Axes, name: str, judged: Measures, with_mfu: bool, theme: T
     unmeasured = [(x, y) for x, y, phase in points if phase in UNMEASURED]
     measured = [(x, y) for x, y, phase in points if phase == "measured"]
 
-    reach = max(middle.q3 - middle.q1, 0.004 * middle.median)
-    low = max(min(y for _, y in measured), middle.median - 14 * reach)
-    high = min(max(y for _, y in measured), middle.median + 14 * reach)
-    low, high = low - 1.2 * reach, high + 1.2 * reach
+    low, high = step_limits(judged, factor)
     if unmeasured:
         end = max(x for x, _ in unmeasured) + 0.5
         axes.axvspan(0.5, end, facecolor=theme.band, hatch="////", edgecolor=theme.grid, linewidth=0, zorder=0)
@@ -91,7 +120,7 @@ def draw_steps(axes: Axes, name: str, judged: Measures, with_mfu: bool, theme: T
         axes.plot(below, [low + 0.05 * (high - low)] * len(below), "v", color=theme.muted, markersize=3.5)
     axes.axhspan(middle.q1, middle.q3, color=theme.series[0], alpha=0.16, linewidth=0)
     axes.axhline(middle.median, color=theme.series[0], linewidth=1.2)
-    outlying = middle.q1 - 3 * reach
+    outlying = middle.q1 - 3 * reach_of(middle)
     usual = [(x, y) for x, y in measured if y >= outlying]
     axes.plot([x for x, _ in usual], [y for _, y in usual], ".", color=theme.series[0], markersize=3.5)
     strange = [(x, max(y, low)) for x, y in measured if y < outlying]
@@ -102,7 +131,7 @@ def draw_steps(axes: Axes, name: str, judged: Measures, with_mfu: bool, theme: T
         PercentFormatter(1.0, symbol=" %") if with_mfu else FuncFormatter(lambda value, _: format_rate(value))
     )
     axes.locator_params(axis="y", nbins=4)
-    axes.locator_params(axis="x", nbins=5)
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True))
     axes.set_title(f"{name}  ({world_size})", loc="left", size=8.5, weight="bold", color=theme.text)
 
 

@@ -16,5 +16,8 @@ def fastest_profile(found: Findings, theme: Theme, title: str) -> Profiled | Fig
     profiles, missing = found.profiles
     if profiles:
         return profiles[0]
-    why = "; ".join(f"{case}: {reason}" for case, reason in missing.items())
+    cases: dict[str, list[str]] = {}
+    for case, reason in missing.items():
+        cases.setdefault(reason, []).append(case)
+    why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in cases.items())
     return empty_figure(theme, title, machine_label(found), why or HOW_TO)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,14 +14,27 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from mfubench.analysis.figures.profiled import fastest_profile
 from mfubench.analysis.figures.style import Theme, empty_figure, machine_label, run_plot, titled_figure
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.ideal import matmul_arithmetic
+from mfubench.analysis.ideal import matmul_arithmetic, rank_share
 from mfubench.analysis.profiles import Profiled
 from mfubench.analysis.roofline import Point, points_of
+from mfubench.analysis.units import format_percent
 from mfubench.hardware import find_gpu
 
 TITLE = "Roofline of the kernels"
 LABEL_DISTANCE = 10**0.18  # between two labels on the vertical axis
+LABELLED_FROM = 0.01  # of the step: smaller groups are points without a label
+APART = 0.6  # of the horizontal axis: columns of labels that are nearer than this may meet
 SHAPES = {"matmul": "s", "attention": "^", "memory": "o"}
+
+
+@dataclass(frozen=True)
+class Label:
+    """The words at a point, a line away: they begin or end at x, by their side."""
+
+    point: Point
+    x: float
+    y: float
+    side: Literal["left", "right"]
 
 
 def draw(found: Findings, theme: Theme) -> Figure:
@@ -31,7 +47,8 @@ def draw(found: Findings, theme: Theme) -> Figure:
     subtitle = (
         f"{machine_label(found)} · {profiled.case}, rank {profiled.rank.rank}, n = 1 profiled step · FLOPs: causal, by "
         "shape; bytes: each operand once, by shape; elementwise arithmetic counted roughly · "
-        f"{matmul_arithmetic(profiled.judged.log)} · numbers: share of the step"
+        f"{matmul_arithmetic(profiled.judged.log)} · numbers: share of the step, from "
+        f"{format_percent(LABELLED_FROM, 0)} on"
     )
     figure = titled_figure(theme, TITLE, subtitle, 4.2)
     axes = figure.subplots()
@@ -76,6 +93,7 @@ def roofs_of(
     if ceilings is not None and ceilings.copy_rate is not None and ceilings.device == log.environment.device:
         rate = ceilings.fastest_matmul_tflops(matmul_arithmetic(log))
         if rate is not None:
+            rate *= rank_share(log, ceilings)
             roofs.append(("measured", rate, ceilings.copy_rate.gb_s, (0, (4, 2)), theme.text))
     return roofs
 
@@ -83,24 +101,48 @@ def roofs_of(
 def draw_points(axes: Axes, points: list[Point], profiled: Profiled, theme: Theme) -> None:
     """Points, and their labels in two columns: memory-bound groups to the right of theirs, the others to the left."""
     colors = {"matmul": theme.series[0], "attention": theme.series[1], "memory": theme.series[2]}
+    for point in points:
+        axes.plot(point.intensity, point.tflops, SHAPES[point.kind], color=colors[point.kind], markersize=8, zorder=3)
     lowest = min(point.tflops for point in points)
+    step_s = profiled.rank.step_s
+    for label in labels_of(points, LABELLED_FROM * step_s, axes.get_xlim()):
+        point, lowest = label.point, min(lowest, label.y)
+        axes.plot([point.intensity, label.x], [point.tflops, label.y], color=theme.muted, linewidth=0.6, zorder=2)
+        axes.text(label.x * (1.06 if label.side == "left" else 0.94), label.y,
+                  f"{point.label}, {format_percent(point.time_s / step_s)}", size=8, ha=label.side,
+                  va="center")  # fmt: skip
+    axes.set_ylim(lowest / 3, 2 * axes.dataLim.y1)  # the roofs among the data
+
+
+def labels_of(points: list[Point], shortest_s: float, limits: tuple[float, float]) -> list[Label]:
+    """Where the labels of points from `shortest_s` on stand, so that none covers another.
+
+    limits: those of the horizontal axis.
+    """
     memory = [point for point in points if point.kind == "memory"]
     compute = [point for point in points if point.kind != "memory"]
-    for group, side in ((memory, "left"), (compute, "right")):
-        if not group:
-            continue
-        edge = max(p.intensity for p in group) * 2.2 if side == "left" else min(p.intensity for p in group) / 2.0
-        # labels of the compute-bound groups hang below the highest, where no roof is
-        order = sorted(group, key=lambda point: -point.tflops if side == "left" else point.intensity)
-        highest = max(point.tflops for point in group) * (1.0 if side == "left" else 0.18)
-        for point, y in zip(order, fan_out([min(p.tflops, highest) for p in order]), strict=True):
-            lowest = min(lowest, y)
-            color, share = colors[point.kind], point.time_s / profiled.rank.step_s
-            axes.plot([point.intensity, edge], [point.tflops, y], color=theme.muted, linewidth=0.6, zorder=2)
-            axes.plot(point.intensity, point.tflops, SHAPES[point.kind], color=color, markersize=8, zorder=3)
-            axes.text(edge * (1.06 if side == "left" else 0.94), y, f"{point.label}, {100 * share:.1f} %", size=8,
-                      ha=side, va="center")  # fmt: skip
-    axes.set_ylim(lowest / 3, 2 * axes.dataLim.y1)  # the roofs among the data
+    columns: list[list[Label]] = []
+    if memory:
+        edge = max(point.intensity for point in memory) * 2.2
+        order = sorted(memory, key=lambda point: -point.tflops)
+        columns.append([Label(point, edge, point.tflops, "left") for point in order])
+    if compute:
+        edge = min(point.intensity for point in compute) / 2.0
+        # they hang below the highest, where no roof is
+        highest = 0.18 * max(point.tflops for point in compute)
+        order = sorted(compute, key=lambda point: point.intensity)
+        columns.append([Label(point, edge, min(point.tflops, highest), "right") for point in order])
+    if len(columns) == 2:
+        left, right = columns
+        apart = math.log(right[0].x / left[0].x) / math.log(limits[1] / limits[0])
+        if apart < APART:  # one above the other, as if they were one column
+            columns = [sorted([*left, *right], key=lambda label: -label.y)]
+    placed = []
+    for column in columns:
+        shown = [label for label in column if label.point.time_s >= shortest_s]
+        heights = fan_out([label.y for label in shown])
+        placed += [replace(label, y=y) for label, y in zip(shown, heights, strict=True)]
+    return placed
 
 
 def fan_out(values: list[float]) -> list[float]:

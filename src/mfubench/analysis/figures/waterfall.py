@@ -48,6 +48,7 @@ def bars_of(profiled: Profiled) -> list[Bar]:
     at_peak = {"matmul": ideals.peak_matmul_s, "attention": ideals.peak_attention_s} if ideals.peak_s else {}
     bars: list[Bar] = []
     first_s = 0.0
+    whose = "this card's" if profiled.breakdown.device == "cuda" else "this machine's"
     for row in profiled.rows:
         peak_s = min(at_peak.get(row.key) or 0.0, row.time_s)
         first_s += peak_s
@@ -55,7 +56,7 @@ def bars_of(profiled: Profiled) -> list[Bar]:
         below_s = max(0.0, min(ideal_s, row.time_s) - peak_s)
         excess_s = row.time_s - peak_s - below_s
         if row.key in at_peak and row.ideal_s is not None:
-            bars.append(Bar(f"{row.label}: this card's ceiling", below_s))
+            bars.append(Bar(f"{row.label}: {whose} ceiling", below_s))
             bars.append(Bar(f"{row.label}: above the ceiling", 0.0, excess_s))
         elif row.key in at_peak:
             bars.append(Bar(f"{row.label}: below the peak", below_s, known=False))

@@ -11,15 +11,16 @@ from mfubench.analysis.units import (
     TOO_NOISY,
     format_gib,
     format_interval,
+    format_number_of,
     format_percent,
     format_rate,
     format_signed_percent,
-    is_noise,
 )
 from mfubench.analysis.untried import untried
-from mfubench.host_load import contention_of_run
+from mfubench.host_load import Contention, contention_of_run
 
 MOST_CANDIDATES = 8
+MOST_NAMED = 4  # of those that are as fast
 UNEVEN = 0.10  # quartiles of the step times this far apart, as a share of the median, are no steady state
 
 
@@ -38,9 +39,14 @@ def answer_section(found: Findings) -> Section:
     return Section("answer", "Which settings to train with", blocks)
 
 
+def contended(found: Findings) -> dict[str, Contention]:
+    """The runs during which other processes held cores that they had use for."""
+    return {name: taken for name, judged in found.good.items() if (taken := contention_of_run(judged.log)) is not None}
+
+
 def busy_machine(found: Findings) -> list[Block]:
     """A warning where other processes held the cores that runs had use for."""
-    runs = {name: taken for name, judged in found.good.items() if (taken := contention_of_run(judged.log)) is not None}
+    runs = contended(found)
     if not runs:
         return []
     worst = max(runs, key=lambda name: runs[name].others)
@@ -53,6 +59,37 @@ def busy_machine(found: Findings) -> list[Block]:
 
 
 def answer_blocks(found: Findings, answer: Answer) -> list[Block]:
+    if answer.doubt is not None:
+        return [Notice(doubt_sentence(found, answer, answer.doubt)), candidates_table(found, answer)]
+    return [
+        *unevenness(answer.fastest),
+        answer_cards(found, answer),
+        *untried_blocks(found, answer),
+        candidates_table(found, answer),
+    ]
+
+
+def doubt_sentence(found: Findings, answer: Answer, doubt: str) -> str:
+    """In place of the cards: why there is no setting to name, and what to do about it."""
+    fastest, busy = answer.fastest, len(contended(found))
+    advice = "Raise `repeats` in the study, or measure more steps."
+    if busy:
+        runs = format_number_of(len(found.good), "run")
+        advice = f"The machine was busy during {busy} of {runs}: measure again when nothing else runs here."
+    spread = ""
+    if fastest.stability is not None and fastest.stability.spread > UNEVEN:
+        spread = f" Its step times spread by {format_percent(fastest.stability.spread, 0)}."
+    return (
+        f"**No setting can be named:** `{fastest.case}` has the highest rate, {rate_words(found, fastest)}, but it "
+        f"{doubt}.{spread} {advice}"
+    )
+
+
+def rate_words(found: Findings, candidate: Candidate) -> str:
+    return f"{format_rate(candidate.tokens_per_s)} tokens/s on {count_words(found, candidate.config.world_size)}"
+
+
+def answer_cards(found: Findings, answer: Answer) -> Cards:
     fastest = answer.fastest
     near = f"of the settings within {100 * NEAR_FASTEST:.0f} % of the fastest"
     cards = [card("Fastest", fastest, found, fastest_note(answer))]
@@ -63,6 +100,10 @@ def answer_blocks(found: Findings, answer: Answer) -> list[Block]:
             cards.append(card("Most stable", answer.most_stable, found, near))
     if answer.least_memory is not None and answer.least_memory.case != fastest.case:
         cards.append(card("Least memory", answer.least_memory, found, near))
+    return Cards(cards)
+
+
+def candidates_table(found: Findings, answer: Answer) -> Table:
     shown = answer.candidates[:MOST_CANDIDATES]
     caption = (
         f"The {len(shown)} fastest of {len(answer.candidates)} settings. Spread: quartiles of the step times over "
@@ -71,8 +112,7 @@ def answer_blocks(found: Findings, answer: Answer) -> list[Block]:
     )
     columns = ["case|", "tokens/s in all", "against the fastest", per_gpu(found), "MFU (palm)"]
     columns += ["spread", "outliers", "failures", "memory"]
-    table = Table(columns, [candidate_row(candidate) for candidate in shown], caption)
-    return [*unevenness(fastest), Cards(cards), *untried_blocks(found, answer), table]
+    return Table(columns, [candidate_row(candidate) for candidate in shown], caption)
 
 
 def untried_blocks(found: Findings, answer: Answer) -> list[Block]:
@@ -107,8 +147,9 @@ def unevenness(candidate: Candidate) -> list[Block]:
 def fastest_note(answer: Answer) -> str:
     if not answer.as_fast:
         return "no other setting comes as close as the measurement can tell"
-    names = ", ".join(f"`{candidate.case}`" for candidate in answer.as_fast[:4])
-    return f"not told apart from {names}: take whichever you trust more"
+    names = ", ".join(f"`{candidate.case}`" for candidate in answer.as_fast[:MOST_NAMED])
+    more = len(answer.as_fast) - MOST_NAMED
+    return f"not told apart from {names}{f' and {more} more' if more > 0 else ''}: take whichever you trust more"
 
 
 def card(title: str, candidate: Candidate, found: Findings, note: str) -> Card:
@@ -126,8 +167,7 @@ def card(title: str, candidate: Candidate, found: Findings, note: str) -> Card:
         share = f", {100 * candidate.peak_memory_gib / capacity:.0f} % of {format_gib(capacity)}" if capacity else ""
         facts.append(f"memory {format_gib(candidate.peak_memory_gib)}{share}")
     facts.append(stability_words(candidate))
-    headline = f"{format_rate(candidate.tokens_per_s)} tokens/s on {count_words(found, config.world_size)}"
-    return Card(title, headline, facts, command_for(config))
+    return Card(title, rate_words(found, candidate), facts, command_for(config))
 
 
 def stability_words(candidate: Candidate) -> str:
@@ -152,7 +192,7 @@ def candidate_row(candidate: Candidate) -> list[str]:
         against = "no difference"
         if change.is_difference:
             against = f"{format_signed_percent(change.change)} ({format_interval(change.interval)})"
-        elif is_noise(1 + change.interval.low, 1 + change.interval.high):
+        elif candidate.is_too_noisy:
             against = TOO_NOISY
     return [
         f"`{candidate.case}`",

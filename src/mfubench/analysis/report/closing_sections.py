@@ -101,6 +101,10 @@ def extrapolation_section(found: Findings) -> Section:
     price = found.study.declared.price_per_gpu_hour
     hours = "GPU-hours" if per_gpu(found).endswith("GPU") else "process-hours"
     for answer in answers(found):
+        if answer.doubt is not None:
+            words = f"{answer.model}: no setting can be named, so nothing is extrapolated: "
+            section.blocks.append(Text(f"{words}`{answer.fastest.case}` {answer.doubt}."))
+            continue
         rows = [extrapolation_row(item) for item in extrapolate(found, answer)]
         columns = ["tokens", "what for|", "iterations", "time", "95 % interval", hours, "energy", "money"]
         world_size = answer.fastest.config.world_size
@@ -108,6 +112,7 @@ def extrapolation_section(found: Findings) -> Section:
         section.blocks.append(Table(columns, rows, caption))
     if not section.blocks:
         section.blocks.append(Text("No rate to extrapolate from yet."))
+    if not any(isinstance(block, Table) for block in section.blocks):
         return section
     notes = (
         "Training steps alone, at total tokens over total time; evaluations, checkpoints and interruptions come on top."

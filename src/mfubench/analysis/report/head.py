@@ -10,6 +10,7 @@ import mfubench
 from mfubench.analysis.figures.style import count_words, machine_label
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report.audit_section import audit_of, verdict_of
+from mfubench.analysis.units import format_number_of
 
 
 def head_facts(found: Findings) -> dict[str, Any]:
@@ -74,11 +75,10 @@ def lacking_words(found: Findings, covered: int, declared: int) -> str:
 
 
 def cards_words(found: Findings) -> str:
-    """How many runs took how many cards: "9 runs on 1 GPU, 3 runs on 2 GPUs"."""
-    sizes = Counter(log.config.world_size for log in found.study.runs.values())
+    """How many runs took how many cards: "9 runs on 1 GPU, 3 runs on 2 GPUs"; those that were left out took none."""
+    sizes = Counter(log.config.world_size for log in found.study.runs.values() if log.status != "skipped")
     if not sizes:
         return "no run yet"
     return ", ".join(
-        f"{count} {'run' if count == 1 else 'runs'} on {count_words(found, size)}"
-        for size, count in sorted(sizes.items())
+        f"{format_number_of(count, 'run')} on {count_words(found, size)}" for size, count in sorted(sizes.items())
     )

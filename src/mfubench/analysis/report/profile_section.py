@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from mfubench.analysis.effects import why_missing
 from mfubench.analysis.figures import roofline, waterfall
 from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.profiled_matmuls import profiled_matmuls
-from mfubench.analysis.profiles import Profiled, Row
+from mfubench.analysis.profiles import Profiled, Row, asked_for
 from mfubench.analysis.report.blocks import Block, Folded, Notice, Section, Table, Text
 from mfubench.analysis.report.blocks import Figure as FigureBlock
 from mfubench.analysis.units import (
@@ -57,16 +56,6 @@ ON_CPU = {
 def profile_section(found: Findings) -> Section:
     profiles, missing = found.profiles
     section = Section("profile", "Where the rest went")
-    wanted = [
-        name
-        for name, case in found.study.declared.cases.items()
-        if (case.get("measurement") or {}).get("profile") == "timeline" and name not in found.study.traces
-    ]
-    unprofiled = {
-        name: "its trace is not there yet" if name in found.study.runs else why_missing(found.study, name)
-        for name in wanted
-    }
-    reasons = unprofiled | missing
     if not profiles:
         section.blocks.append(Text("**No case of this study has a profile**, so its steps are not taken apart here."))
     else:
@@ -74,10 +63,10 @@ def profile_section(found: Findings) -> Section:
         if len(profiles) > 1:
             section.blocks.append(cases_table(profiles))
         section.blocks.extend(folded_blocks(found, profiles))
-    if reasons:
-        rows = [[f"`{name}`", reason] for name, reason in reasons.items()]
+    if missing:
+        rows = [[f"`{name}`", reason] for name, reason in missing.items()]
         section.blocks.append(Table(["case|", "why|"], rows, "Profiles that are not to be had"))
-    if not profiles:
+    if not (profiles or missing or asked_for(found.study)):
         section.blocks.append(Text(HOW_TO))
     return section
 
@@ -107,13 +96,21 @@ def next_sentence(found: Findings, profiled: Profiled) -> str:
     unknown = "" if "matmul" in profiled.ideals.seconds else NO_CEILINGS
     if row is None or row.ideal_s is None:
         return f"`{profiled.case}`: no part of its step takes longer than it must.{unknown}"
-    now, then = profiled.tokens_per_s, profiled.rate_without(row.excess_s)
     at_best = f"{format_seconds(row.ideal_s)} at best here ({row.ideal})" if row.ideal_s > 0 else "nothing at best"
     return (
         f"**The next optimisation of `{profiled.case}` is: {row.label}.** It takes {format_seconds(row.time_s)} of a "
-        f"step of {format_seconds(profiled.rank.step_s)}, and {at_best}. Without the difference the rate would be "
-        f"{format_rate(then)} instead of {format_rate(now)} {per_gpu(found)} ({format_signed_percent(then / now - 1)})."
+        f"step of {format_seconds(profiled.rank.step_s)}, and {at_best}. {worth_words(found, profiled, row)}"
         f"{remedy(found, profiled.case, row)}{unknown}"
+    )
+
+
+def worth_words(found: Findings, profiled: Profiled, row: Row) -> str:
+    now, won = profiled.tokens_per_s, profiled.rate_won(row.excess_s)
+    if won is None:
+        return "Without the difference hardly anything of the step would be left."
+    return (
+        f"Without the difference the rate would be {format_rate(now + won)} instead of {format_rate(now)} "
+        f"{per_gpu(found)} ({format_signed_percent(won / now)})."
     )
 
 
@@ -147,8 +144,8 @@ def part_row(profiled: Profiled, row: Row) -> list[str]:
     share = format_percent(row.time_s / profiled.rank.step_s)
     if row.ideal_s is None:
         return [row.label, format_milliseconds(row.time_s), share, "not known", "–", "–", "–"]
-    won = profiled.rate_without(row.excess_s) - profiled.tokens_per_s
-    worth = f"+{format_rate(won)}" if row.excess_s > 0 else "–"
+    won = profiled.rate_won(row.excess_s)
+    worth = f"+{format_rate(won)}" if won else "–"
     return [
         row.label,
         format_milliseconds(row.time_s),
@@ -257,6 +254,8 @@ def matmuls_block(found: Findings, profiled: Profiled) -> Folded | None:
         for matmul in matmuls
     ]
     caption = f"`{profiled.case}`: alone is measured hot, one shape at a time, with `ceilings.micro_batch_size`"
+    if profiled.breakdown.device == "cpu":
+        caption += ", and counted for a rank's share of the threads"
     return Folded("The matmuls one by one", [Table(columns, rows, caption)])
 
 
