@@ -76,39 +76,32 @@ def fewest_waves(choices: tuple[Tile, ...], rows: int, columns: int, multiproces
 # --- the matmuls: on CUDA quack's, on a CPU what they compute, step by step -------------------------------------------
 
 
+def forward_of(activation: str, inputs: Tensor, weight: Tensor, width: int, **more: Any) -> tuple[Tensor, Tensor]:
+    """What the activation reads [N, rows of weight], and what it makes of it [N, width]."""
+    before, after = inputs.new_empty(inputs.shape[0], weight.shape[0]), inputs.new_empty(inputs.shape[0], width)
+    quack().gemm_act(
+        inputs,
+        weight.t(),
+        activation=activation,
+        preact_out=before,
+        postact_out=after,
+        tuned=False,
+        config=tiles(*FORWARD),
+        **more,
+    )
+    return before, after
+
+
 @torch.library.custom_op("mfubench::gated_matmul", mutates_args=(), device_types="cuda")
 def gated_matmul(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """woven gate_up [N, 2I] of inputs [N, H] and weight [2I, H], and silu(gate) * up [N, I]; there is no bias."""
-    woven = inputs.new_empty(inputs.shape[0], weight.shape[0])
-    product = inputs.new_empty(inputs.shape[0], weight.shape[0] // 2)
-    quack().gemm_gated(
-        inputs,
-        weight.t(),
-        activation="swiglu",
-        preact_out=woven,
-        postact_out=product,
-        tuned=False,
-        config=tiles(*FORWARD),
-        concat_layout=HALVES,
-    )
-    return woven, product
+    return forward_of("swiglu", inputs, weight, weight.shape[0] // 2, concat_layout=HALVES)
 
 
 @torch.library.custom_op("mfubench::gelu_matmul", mutates_args=(), device_types="cuda")
 def gelu_matmul(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """inputs [N, H] @ weight [I, H].T + bias [I], and its GELU, each [N, I]."""
-    before, after = (inputs.new_empty(inputs.shape[0], weight.shape[0]) for _ in range(2))
-    quack().gemm_act(
-        inputs,
-        weight.t(),
-        bias=bias,
-        activation=GELU,
-        preact_out=before,
-        postact_out=after,
-        tuned=False,
-        config=tiles(*FORWARD),
-    )
-    return before, after
+    return forward_of(GELU, inputs, weight, weight.shape[0], bias=bias)
 
 
 def backward_of(activation: str, grad: Tensor, weight: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
