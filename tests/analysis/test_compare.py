@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 from analysis.example_study import make_gpu_log, write_gpu_study
+from rich.console import Console
 from typer.testing import CliRunner
 
 from mfubench.analysis.compare import compare_studies
+from mfubench.analysis.compare_table import print_comparison
 from mfubench.cli import app
 from mfubench.config import ConfigError
 from mfubench.run_log import read_run_log, write_run_log
@@ -96,6 +99,16 @@ def test_command_line(gpu_study: Path, changed_study: Path):
     assert json.loads(as_json.output)["regressions"] == ["tiers/tier3"]
     with pytest.raises(ConfigError, match="--threshold"):
         runner.invoke(app, ["compare", str(gpu_study), str(gpu_study), "--threshold", "2"], catch_exceptions=False)
+
+
+def test_a_narrow_terminal_keeps_names_and_verdicts_whole(gpu_study: Path, next_week: Path):
+    comparison = compare_studies(gpu_study, next_week, 0.02)
+    for width, shows_memory in ((100, False), (160, True)):
+        console = Console(width=width, record=True, file=io.StringIO())
+        print_comparison(comparison, console)
+        shown = console.export_text()
+        assert "ablations/4.2-bfloat16-control" in shown and "no difference" in shown
+        assert ("memory" in shown) is shows_memory
 
 
 def test_studies_without_a_common_case_are_not_without_regression(gpu_study: Path, changed_study: Path):

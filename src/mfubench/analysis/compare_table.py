@@ -11,6 +11,8 @@ from mfubench.analysis.compare import CaseChange, StudyComparison
 from mfubench.analysis.statistics import CARD_SPREAD
 from mfubench.analysis.units import format_gib, format_interval, format_percent, format_rate, format_signed_percent
 
+WIDE = 110  # columns of a terminal that shows all
+BESIDE = ("MFU (palm)", "memory")  # what a narrow one leaves out, so that names and verdicts stay whole
 STYLES = {"regression": "bold red", "broken": "bold red", "slower": "yellow", "faster": "green"}
 
 
@@ -20,7 +22,11 @@ def print_comparison(comparison: StudyComparison, console: Console | None = None
     console.print(f"first:  {comparison.first} — {comparison.machines[0]}", highlight=False)
     console.print(f"second: {comparison.second} — {comparison.machines[1]}", highlight=False)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("case", "first", "second", "change", "95 % interval", "MFU (palm)", "memory", "verdict"):
+    titles = ["case", "first", "second", "change", "95 % interval", "verdict"]
+    wide = console.width >= WIDE
+    if wide:
+        titles[-1:-1] = BESIDE
+    for title in titles:
         table.add_column(
             title,
             justify="left" if title in ("case", "verdict") else "right",
@@ -28,7 +34,7 @@ def print_comparison(comparison: StudyComparison, console: Console | None = None
         )
     for change in comparison.changes:
         if change.verdict != "only in one":
-            table.add_row(*row_of(change), style=STYLES.get(change.verdict))
+            table.add_row(*row_of(change, wide), style=STYLES.get(change.verdict))
     if table.row_count:
         console.print(table)
     for side in ("not in the first study", "not in the second study"):
@@ -56,16 +62,19 @@ def why_nothing(comparison: StudyComparison) -> str:
     return "no case was measured in both studies"
 
 
-def row_of(change: CaseChange) -> list[str]:
+def row_of(change: CaseChange, wide: bool) -> list[str]:
     measured = change.difference
+    beside = [
+        f"{format_percent(change.before_mfu)} → {format_percent(change.after_mfu)}",
+        f"{format_gib(change.before_memory_gib)} → {format_gib(change.after_memory_gib)}",
+    ]
     return [
         change.case,
         format_rate(change.before) if change.before else "–",
         format_rate(change.after) if change.after else "–",
         format_signed_percent(measured.change) if measured else "–",
         format_interval(measured.interval) if measured else "–",
-        f"{format_percent(change.before_mfu)} → {format_percent(change.after_mfu)}",
-        f"{format_gib(change.before_memory_gib)} → {format_gib(change.after_memory_gib)}",
+        *(beside if wide else []),
         change.verdict + (f": {change.reason}" if change.reason else ""),
     ]
 
