@@ -103,12 +103,12 @@ def test_command_line(gpu_study: Path, changed_study: Path):
 
 def test_a_narrow_terminal_keeps_names_and_verdicts_whole(gpu_study: Path, next_week: Path):
     comparison = compare_studies(gpu_study, next_week, 0.02)
-    for width, shows_memory in ((100, False), (160, True)):
+    for width, shows_mfu in ((100, False), (160, True)):
         console = Console(width=width, record=True, file=io.StringIO())
         print_comparison(comparison, console)
         shown = console.export_text()
         assert "ablations/4.2-bfloat16-control" in shown and "no difference" in shown
-        assert ("memory" in shown) is shows_memory
+        assert ("MFU (palm)" in shown) is shows_mfu
 
 
 def test_studies_without_a_common_case_are_not_without_regression(gpu_study: Path, changed_study: Path):
