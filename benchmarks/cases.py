@@ -18,7 +18,7 @@ from benchmarks.tiny_data import write_tiny_dataset
 from mfubench.code_digest import code_digest
 from mfubench.config import ConfigError, RunConfig, Strict, parse
 from mfubench.presets import load_model
-from mfubench.run_log import write_text_atomically
+from mfubench.run_log import try_writing
 from mfubench.yaml_files import load_yaml
 
 FILE = Path(__file__).parent / "cases.yaml"
@@ -93,8 +93,7 @@ def results_folder(results: Path | None, work: Path, tiny: bool) -> Path:
     """
     folder = results or (work / "results" if tiny else RESULTS)
     try:
-        write_text_atomically(folder / ".probe", "")
-        (folder / ".probe").unlink()
+        try_writing(folder)
     except OSError as error:
         raise ConfigError(
             f"--results: {folder}: cannot be written to ({error.strerror}); name another folder"

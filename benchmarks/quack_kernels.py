@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mfubench.model.fused.mlp_matmul import unweave, weave
+
 # Without dependencies, since nvidia-cutlass-dsl's are its part for CUDA 12 as well; what else these import
 # (cuda-bindings, triton) comes with torch's builds for CUDA 13. Not with --target: gemm_gated and gemm_dgated raise a
 # TypeError where no folder above them is called site-packages.
@@ -61,7 +63,7 @@ class Quack:
 
     def gated(self, inputs: Tensor, weight: Tensor) -> list[Variant]:
         """gate_up [N, 2I] = inputs [N, H] @ weight [2I, H].T, and its product silu(gate) * up [N, I]."""
-        right, width = interleave(weight, 0).t(), len(weight) // 2
+        right, width = weave(weight, 0).t(), len(weight) // 2
         gate_up, product = inputs.new_empty(len(inputs), 2 * width), inputs.new_empty(len(inputs), width)
 
         def call(config: Any) -> Results:
@@ -73,7 +75,7 @@ class Quack:
 
     def dgated(self, grad: Tensor, weight: Tensor, gate_up: Tensor) -> list[Variant]:
         """Gradient of gate_up [N, 2I] where the product's is grad [N, H] @ weight [H, I]; and the product [N, I]."""
-        woven = interleave(gate_up, 1)
+        woven = weave(gate_up)
         gradient, product = torch.empty_like(gate_up), grad.new_empty(len(grad), weight.shape[1])
 
         def call(config: Any) -> Results:
@@ -103,15 +105,10 @@ def forget(*outputs: Tensor) -> None:
         output.fill_(math.nan)
 
 
-def interleave(halves: Tensor, dim: int) -> Tensor:
-    """All of gate, then all of up -> gate and up in turn, which is quack's layout."""
-    return torch.stack(halves.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
-
-
 def apart(results: Results) -> Results:
     """(gate_up [N, 2I], product): columns gate and up in turn -> all of gate first."""
     gate_up, product = results
-    return torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), 1), product
+    return unweave(gate_up), product
 
 
 def load_quack() -> Quack | None:

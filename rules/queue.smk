@@ -4,7 +4,6 @@ import logging
 from snakemake.common import NOTHING_TO_BE_DONE_MSG
 from snakemake.logging import logger
 
-from mfubench.audit.main import verdict_line
 from mfubench.slurm import check_status_command, refuse_orphans
 
 
@@ -30,6 +29,8 @@ def show_what_exists():
 def name_report():
     """At the end of a call that went well: where its results are."""
     if Path(RESULTS, "report.html").exists():
+        from mfubench.audit.main import verdict_line  # at the end alone: every call and job reads this file
+
         audit = Path(RESULTS, "audit.json")
         said = f": {verdict_line(audit)}" if audit.exists() else ""
         print(

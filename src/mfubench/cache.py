@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mfubench.config import ConfigError
-from mfubench.run_log import write_bytes_atomically
+from mfubench.run_log import try_writing
 
 DEFAULT = "~/.cache/mfubench"
 
@@ -22,10 +22,8 @@ def cache_root() -> Path:
 
 def writable_folder(folder: Path) -> Path:
     """A folder of the cache, made where it is not there. Raises ConfigError where nothing can be written to it."""
-    probe = folder / f".probe-{os.getpid()}"
     try:
-        write_bytes_atomically(probe, b"\0" * 4096)
-        probe.unlink(missing_ok=True)
+        try_writing(folder)
     except OSError as error:
         now = os.environ.get("MFUBENCH_CACHE") or f"unset, which means {DEFAULT}"
         raise ConfigError(

@@ -144,6 +144,11 @@ def fsdp_without_sum(config: RunConfig, parameters: int, capacity_gib: float) ->
     return None
 
 
+def activation_kernel(config: RunConfig, model: ModelConfig) -> str:
+    """What computes the activation: a value of kernels.swiglu or kernels.gelu."""
+    return {"swiglu": config.kernels.swiglu, "gelu": config.kernels.gelu}.get(model.mlp, "plain")
+
+
 def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
     """What blocks and final norm keep of one token between forward and backward, bytes.
 
@@ -170,8 +175,7 @@ def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
     elif model.position == "rope" and not own_rope and config.activation_checkpointing != "selective":
         kept = kept + q_width + kv_width
     if config.activation_checkpointing != "selective":
-        kernel = {"swiglu": config.kernels.swiglu, "gelu": config.kernels.gelu}.get(model.mlp, "plain")
-        recomputed = kernel in ("recompute", "matmul")
+        recomputed = activation_kernel(config, model) in ("recompute", "matmul")
         inputs = 2 * hidden + (0 if recomputed else intermediate)  # norm outputs, product: could be rebuilt
         kept = kept + (inputs // element if config.fp8 and config.compile != "none" else inputs)
         if config.compile == "none" and model.mlp == "swiglu" and config.kernels.swiglu == "plain":

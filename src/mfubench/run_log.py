@@ -279,6 +279,13 @@ def write_bytes_atomically(path: Path | str, content: bytes) -> None:
         raise
 
 
+def try_writing(folder: Path) -> None:
+    """Raises OSError where no file can be written to a folder, which is made where it is not there."""
+    probe = folder / f".probe-{os.getpid()}"
+    write_bytes_atomically(probe, b"\0" * 4096)
+    probe.unlink(missing_ok=True)
+
+
 def write_json(path: Path | str, value: Any, indent: int | None = 1) -> None:
     """Write JSON atomically; NaN and infinities become null."""
     write_text_atomically(path, json.dumps(finite(value), indent=indent, allow_nan=False) + "\n")

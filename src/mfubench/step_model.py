@@ -15,7 +15,13 @@ from mfubench.card_rates import Rates, generation, tile_share
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.flops import count_parameters
 from mfubench.hardware import find_gpu
-from mfubench.memory import ELEMENT_BYTES, LOSS_CHUNK_BYTES, fsdp_keeps_weights, fsdp_without_sum
+from mfubench.memory import (
+    ELEMENT_BYTES,
+    LOSS_CHUNK_BYTES,
+    activation_kernel,
+    fsdp_keeps_weights,
+    fsdp_without_sum,
+)
 
 LAST_BUCKET = 0.02  # share of a reduction whose bucket fills when the backward pass ends
 BACKWARD_OVERLAP = 0.9  # share of the backward pass that can hide communication: the first bucket fills late
@@ -182,8 +188,7 @@ def own_groups(config: RunConfig) -> set[str]:
 
 def in_matmuls(config: RunConfig) -> bool:
     """Whether the matmuls beside it compute the activation."""
-    kernels = {"swiglu": config.kernels.swiglu, "gelu": config.kernels.gelu}
-    return kernels.get(config.model.mlp) == "matmul"
+    return activation_kernel(config, config.model) == "matmul"
 
 
 def lacking(model: ModelConfig) -> set[str]:
@@ -361,9 +366,7 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
         changes["attention"] = max(("cudnn", "sdpa"), key=lambda name: rates.attention[name])  # no package needed
     config = config.model_copy(update=changes)
     if generation(find_gpu(rates.gpu)) != "hopper":
-        asked = config.kernels.model_dump()
-        elsewhere = {key: without for key, without in WITHOUT_MATMULS.items() if asked[key] == "matmul"}
-        config = config.model_copy(update={"kernels": config.kernels.model_copy(update=elsewhere)})
+        config = without_matmuls(config)
     return resolve_auto(config, rates.memory_gib)
 
 
@@ -388,11 +391,18 @@ def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:
         "cross_entropy": "plain" if config.loss == "fused" else "fused",
         "weight_gradient": "plain" if no_sum or captured or config.fp8 else "accumulate",
     }
+    if not matmuls_take_activations(config):
+        config = without_matmuls(config)
     asked = config.kernels.model_dump()
     chosen = {key: best.get(key, "fused") for key, value in asked.items() if value == "auto"}
-    if not matmuls_take_activations(config):
-        chosen |= {key: without for key, without in WITHOUT_MATMULS.items() if asked[key] == "matmul"}
     return config.model_copy(update={"kernels": config.kernels.model_copy(update=chosen)})
+
+
+def without_matmuls(config: RunConfig) -> RunConfig:
+    """The config with what runs where no matmul computes activations."""
+    asked = config.kernels.model_dump()
+    instead = {key: without for key, without in WITHOUT_MATMULS.items() if asked[key] == "matmul"}
+    return config.model_copy(update={"kernels": config.kernels.model_copy(update=instead)})
 
 
 def matmuls_take_activations(config: RunConfig) -> bool:

@@ -19,6 +19,7 @@ from mfubench import result_files
 from mfubench.config import ConfigError
 from mfubench.result_files import is_run_log, study_of
 from mfubench.run_log import RunLog, Step, read_run_log, read_steps
+from mfubench.train.arguments import work_by_hand
 from mfubench.train.progress import describe, live_values, palm_mfu_of
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -82,7 +83,7 @@ def work_folders(run: Path) -> list[Path]:
     """Where a run that will write this JSON may be at work: of a study, and by hand."""
     study = study_of(run)
     of_study = [study / "work" / run.parent.name / run.stem] if study is not None else []
-    return [*of_study, run.with_name(f"{run.stem}-work")]
+    return [*of_study, work_by_hand(run)]
 
 
 def result_of(work: Path, name: str) -> Path | None:

@@ -14,7 +14,7 @@ from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures, Stability
 from mfubench.analysis.statistics import Difference, difference
 from mfubench.analysis.study import base_name
-from mfubench.analysis.units import format_number_of, format_percent, is_noise
+from mfubench.analysis.units import format_number_of, format_percent, tells_nothing
 from mfubench.config import ConfigError, RunConfig
 from mfubench.presets import load_model
 
@@ -63,9 +63,7 @@ class Candidate:
     def is_too_noisy(self) -> bool:
         """Nothing can be told of it against the fastest."""
         change = self.against_fastest
-        if change is None or change.is_difference:
-            return False
-        return is_noise(1 + change.interval.low, 1 + change.interval.high)
+        return change is not None and not change.is_difference and tells_nothing(change.interval)
 
     @property
     def is_near(self) -> bool:

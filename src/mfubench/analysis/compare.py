@@ -11,7 +11,7 @@ from mfubench.analysis.effects import differing_settings, processes, settings_th
 from mfubench.analysis.measures import Measures, measure
 from mfubench.analysis.statistics import Difference, ProcessSpread, difference, process_spread
 from mfubench.analysis.study import Study, base_name, load_study, machine_of
-from mfubench.analysis.units import is_noise
+from mfubench.analysis.units import tells_nothing
 
 Verdict = Literal[
     "regression",
@@ -159,8 +159,7 @@ def verdict_of(
     if measured is None:
         return "not measured", "fewer than five measured steps in a study"
     if not measured.is_difference:
-        bounds = measured.interval
-        return "too noisy" if is_noise(1 + bounds.low, 1 + bounds.high) else "no difference", None
+        return "too noisy" if tells_nothing(measured.interval) else "no difference", None
     if measured.change <= -threshold:
         return "regression", None
     return ("faster" if measured.change > 0 else "slower"), None

@@ -33,21 +33,26 @@ def is_noise(low: float, high: float) -> bool:
     return low <= 0 or high / low > NOISE_FACTOR
 
 
+def tells_nothing(interval: Interval) -> bool:
+    """Whether the interval of a relative change is noise."""
+    return is_noise(1 + interval.low, 1 + interval.high)
+
+
 def format_interval(interval: Interval | None, digits: int = 1) -> str:
     """The interval of a relative change."""
     if interval is None:
         return ""
-    if is_noise(1 + interval.low, 1 + interval.high):
+    if tells_nothing(interval):
         return TOO_NOISY
     return f"{format_signed_percent(interval.low, digits)[:-2]} … {format_signed_percent(interval.high, digits)}"
 
 
 def format_difference(measured: Difference) -> str:
     """For a figure: the change, or that there is none, and its interval below; one line where nothing can be told."""
-    interval = format_interval(measured.interval)
-    if interval == TOO_NOISY:
+    if tells_nothing(measured.interval):
         return TOO_NOISY
-    return f"{format_signed_percent(measured.change) if measured.is_difference else 'no difference'}\n({interval})"
+    change = format_signed_percent(measured.change) if measured.is_difference else "no difference"
+    return f"{change}\n({format_interval(measured.interval)})"
 
 
 def format_gib(gib: float | None) -> str:

@@ -34,28 +34,23 @@ def read_sources(paths: Iterable[Path]) -> list[Source]:
     """
     sources: list[Source] = []
     seen: set[Path] = set()
-    for file in (file for path in paths for file in files_of(path)):
-        if (resolved := file.resolve()) not in seen:
-            seen.add(resolved)
-            sources += read_file(file)
+    for path in paths:
+        for file in find_results(path) if path.is_dir() else [path]:
+            if (resolved := file.resolve()) not in seen:
+                seen.add(resolved)
+                sources += read_file(file, named=file == path)
     if not sources:
         raise ConfigError("audit: no run found; give run JSONs, legacy logs, files of reported figures, or folders")
     return sources
 
 
-def files_of(path: Path) -> Iterator[Path]:
-    if not path.is_dir():
-        yield path
-        return
-    for file in find_results(path):
-        if is_run_log(read_json(file)):
-            yield file
-
-
-def read_file(path: Path) -> Iterator[Source]:
+def read_file(path: Path, named: bool) -> Iterator[Source]:
+    """What a file holds; one that only lies in a folder (`named` is false) may hold something else."""
     values = read_json(path)
     if is_run_log(values):
         yield Source(path, log=read_run_log(path))
+    elif not named:
+        return
     elif isinstance(values, dict) and "training_iterations" in values:
         yield Source(path, reported=(read_legacy(path, values),))
     elif isinstance(values, dict) and isinstance(values.get("runs"), list):

@@ -26,6 +26,7 @@ def train(
     from mfubench.config import ConfigError
     from mfubench.experiments import build_run, parse_overrides
     from mfubench.lease import visible_cards
+    from mfubench.train.arguments import work_by_hand
     from mfubench.train.checkpoint_folders import latest
     from mfubench.training_job import main
 
@@ -39,7 +40,7 @@ def train(
     }
     # `model` is a preset here: model.KEY=value changes one of its keys.
     run = build_run((defaults, parse_overrides(settings or [])), "mfubench train")
-    work = Path(f"{output.with_suffix('')}-work")
+    work = work_by_hand(output)
     checkpoint = latest(work / "checkpoints")
     if resume is None and checkpoint is not None:
         raise ConfigError(

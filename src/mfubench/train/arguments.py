@@ -10,6 +10,11 @@ from pathlib import Path
 from mfubench.config import ConfigError, RunConfig, parse
 
 
+def work_by_hand(output: Path) -> Path:
+    """The work folder of a run by hand, beside its run JSON."""
+    return Path(f"{output.with_suffix('')}-work")
+
+
 @dataclass(frozen=True)
 class Paths:
     """Where a run reads and writes."""

@@ -19,7 +19,7 @@ from mfubench.ceilings import read_ceilings
 from mfubench.config import ConfigError, RunConfig
 from mfubench.hardware import measured_cpu_peak, peak_for
 from mfubench.machine import describe_cards
-from mfubench.run_log import read_run_log, read_steps, write_json, write_run_log
+from mfubench.run_log import read_run_log, read_steps, try_writing, write_json, write_run_log
 from mfubench.slurm import STEP
 from mfubench.stop_signals import on_stop
 from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
@@ -116,10 +116,7 @@ def prepare_folders(paths: Paths) -> None:
         raise ConfigError(f"{paths.output}: is a folder; name the run JSON that is to be written")
     for folder in (ranks_folder(paths.work), paths.output.parent):  # of every node: the disk may be its own
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            probe = folder / f".probe-{os.getpid()}"
-            probe.write_bytes(b"\0" * 4096)
-            probe.unlink()
+            try_writing(folder)
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be written to ({error.strerror}), but results go there") from None
 

@@ -20,6 +20,7 @@ from mfubench.analysis.figures.style import (
     run_plot,
     step_count,
     titled_figure,
+    with_start,
 )
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures
@@ -52,7 +53,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
     room = max(high - low, 0.06 * high)
     low -= 0.3 * room
     panels[0].set_ylim(low, high + 0.25 * room)
-    panels[0].set_ylabel(f"{per_gpu(found)} (axis does not start at 0)" if low > 0 else per_gpu(found))
+    panels[0].set_ylabel(with_start(per_gpu(found), low))
     return figure
 
 

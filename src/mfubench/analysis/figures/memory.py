@@ -17,6 +17,7 @@ from mfubench.analysis.figures.style import (
     plain_axes,
     run_plot,
     titled_figure,
+    with_start,
 )
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.study import MemoryLimit
@@ -65,7 +66,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
     axes.set_ylim(low, high)
     draw_capacity(axes, list(limits.values()), theme)
     axes.set_xlabel("memory, GiB")
-    axes.set_ylabel(f"{per_gpu(found)} (axis does not start at 0)" if low > 0 else per_gpu(found))
+    axes.set_ylabel(with_start(per_gpu(found), low))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_rate(value)))
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
     return figure

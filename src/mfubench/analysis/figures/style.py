@@ -129,6 +129,11 @@ def per_gpu(found: Findings) -> str:
     return "tokens/s/process" if environment is not None and environment.device == "cpu" else "tokens/s/GPU"
 
 
+def with_start(label: str, low: float) -> str:
+    """An axis's label, with a remark where its lower end is above 0."""
+    return f"{label} (axis does not start at 0)" if low > 0 else label
+
+
 def count_words(found: Findings, world_size: int) -> str:
     """1 GPU, 2 GPUs, 4 processes."""
     one, more = ("GPU", "GPUs") if per_gpu(found).endswith("GPU") else ("process", "processes")

@@ -27,6 +27,7 @@ from mfubench.analysis.units import (
     format_seconds,
     format_signed_percent,
     is_noise,
+    tells_nothing,
 )
 from mfubench.run_log import Evaluation
 
@@ -82,8 +83,7 @@ def effect_row(effect: Effect, expectations: Expectations | None) -> list[str]:
         return [effect.name, f"**{effect.verdict}**", "–", expected, "–", effect.reason or "–", names]
     worth = format_signed_percent(effect.difference.change)
     if effect.verdict == "no difference":
-        bounds = effect.difference.interval
-        told = "too noisy to tell" if is_noise(1 + bounds.low, 1 + bounds.high) else "no difference"
+        told = TOO_NOISY if tells_nothing(effect.difference.interval) else "no difference"
         worth = f"{told} ({worth})"
     elif effect.difference.basis == "not repeated":
         worth += " (not repeated)"

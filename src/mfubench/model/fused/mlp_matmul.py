@@ -152,13 +152,14 @@ def accumulate_woven_product(total: Tensor, grad_woven: Tensor, inputs: Tensor, 
     )
 
 
-def weave(halves: Tensor) -> Tensor:
-    """[..., 2I], all of gate first -> gate and up in turn."""
-    return torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)
+def weave(halves: Tensor, dim: int = 1) -> Tensor:
+    """[N, 2I], all of gate first -> gate and up in turn; dim 0: of rows."""
+    return torch.stack(halves.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
 
 
 def unweave(woven: Tensor) -> Tensor:
-    return torch.cat((woven[..., 0::2], woven[..., 1::2]), dim=-1)
+    """[N, 2I], gate and up in turn -> all of gate first."""
+    return torch.cat((woven[:, 0::2], woven[:, 1::2]), dim=1)
 
 
 @gated_matmul.register_kernel("cpu")
