@@ -29,9 +29,8 @@ def show_what_exists():
 def name_report():
     """At the end of a call that went well: where its results are."""
     if Path(RESULTS, "report.html").exists():
-        from mfubench.audit.main import (
-            verdict_line,
-        )  # at the end alone: every call and job reads this file
+        # at the end alone: every call and job reads this file
+        from mfubench.audit.main import verdict_line
 
         audit = Path(RESULTS, "audit.json")
         said = f": {verdict_line(audit)}" if audit.exists() else ""
