@@ -75,10 +75,24 @@ def test_repeats_are_runs_of_their_own():
 def test_a_preset_is_overridden_key_by_key():
     cases = {"a": {"model": {"num_hidden_layers": 2}}, "b": {"model": {"preset": "qwen3-tiny", "rope_theta": 5.0}}}
     study = expand_study(small_study(baseline={"cases": cases}), "f.yaml", 1)
+    assert len(study.models()) == 2
     assert study.runs["baseline/a"].model.num_hidden_layers == 2
     assert study.runs["baseline/a"].model.name == "llama2-tiny"
     assert study.runs["baseline/b"].model.qk_norm
     assert study.runs["baseline/b"].model.rope_theta == 5.0
+
+
+def test_two_models_need_two_names():
+    """A gate, a ceiling or an answer for `llama2-tiny` must not be of another depth."""
+    cases = {"a": {}, "b": {"model": {"num_hidden_layers": 3}}}
+    with pytest.raises(ConfigError, match=r"b: model\.num_hidden_layers: found 3.*give .* another model\.name"):
+        expand_study(small_study(baseline={"cases": cases}), "f.yaml", 1)
+    cases["b"]["model"]["name"] = "llama2-tiny-3"
+    study = expand_study(small_study(baseline={"cases": cases}), "f.yaml", 1)
+    assert study.models() == ["llama2-tiny", "llama2-tiny-3"]
+    search = {"c": {"candidates": [2, 4], "model": {"num_hidden_layers": 5}}}
+    with pytest.raises(ConfigError, match=r"memory/c: model\.num_hidden_layers: found 5"):
+        expand_study(small_study(baseline={"cases": cases}, memory={"search": search}), "f.yaml", 1)
 
 
 def test_a_run_travels_as_json_unchanged():

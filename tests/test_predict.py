@@ -156,6 +156,16 @@ def test_communication_costs_less_when_accumulated_and_more_over_a_network(paral
     assert loss_of_rate(1, nnodes=8) > loss_of_rate(1, nnodes=2) > loss_of_rate(1)
 
 
+@pytest.mark.parametrize("parallelism", ["ddp", "zero1", "fsdp"])
+def test_gradients_reduced_in_bfloat16_take_less_of_the_network(parallelism):
+    config = {"world_size": 16, "nnodes": 2, "parallelism": parallelism, "gradient_accumulation_steps": 1}
+    whole, rounded = (
+        run_on(communication={"reduce_dtype": dtype}, **config).terms_s["communication"]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert 0.4 * whole < rounded < 0.9 * whole
+
+
 def test_slower_links_cost_more():
     nvlink, pcie = (
         run_on(gpu, world_size=4, parallelism="fsdp", gradient_accumulation_steps=1, micro_batch_size=2)

@@ -173,6 +173,7 @@ def expand_study(values: dict[str, Any], source: str, gpus_per_node: int) -> Stu
             searches[search.run.name] = search
 
     check_references(config, runs, searches, source)
+    check_model_names({**runs, **{name: search.run for name, search in searches.items()}}, source)
     check_continuations(runs, source)
     for name, plan in config.plans.items():
         plan.check(f"{source}: plans.{name}")
@@ -338,6 +339,20 @@ def check_references(
             f"{source}: expectations: found {config.expectations!r}; in {CONFIG_DIR / 'expectations'}: "
             f"{', '.join(sorted(known))}"
         )
+
+
+def check_model_names(runs: dict[str, RunConfig], source: str) -> None:
+    """Gates, ceilings and answers know a model by its name: two that differ need two names."""
+    first: dict[str, str] = {}
+    for name, run in runs.items():
+        other = first.setdefault(run.model.name, name)
+        model, same_name = (runs[case].model.model_dump() for case in (name, other))
+        if different := [key for key in model if model[key] != same_name[key]]:
+            key = different[0]
+            raise ConfigError(
+                f"{source}: {name}: model.{key}: found {model[key]!r}, which is {same_name[key]!r} in {other}, and "
+                f"both models are called {run.model.name!r}; give this one another model.name"
+            )
 
 
 def check_continuations(runs: dict[str, RunConfig], source: str) -> None:

@@ -203,17 +203,18 @@ def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
     A vocabulary that is no multiple of 8 has rows of zeros below it in the head's matmuls: one more copy of the weight
     (fused, liger-kernel's, does without).
 
-    chunked and fused make the gradients in the forward pass: the weight's, a float32 sum over the chunks, and that of
-    the hidden states. Beside them stand a chunk's logits or, afterwards, both gradients as they are handed on. The last
-    chunk's tensors are held until the next one's take their place. fused (liger-kernel) takes chunks of about hidden /
-    vocabulary of the tokens.
+    chunked and fused make the gradients in the forward pass: the weight's, a float32 sum over the chunks (chunked: the
+    main gradient itself, where matmuls accumulate), and that of the hidden states. Beside them stand a chunk's logits
+    or, afterwards, the gradients as they are handed on. The last chunk's tensors are held until the next one's take
+    their place. fused (liger-kernel) takes chunks of about hidden / vocabulary of the tokens.
     """
     element = ELEMENT_BYTES[config.dtype]
     tokens, vocab_size = config.micro_batch_size * config.seq_len, model.vocab_size
     logits = element * tokens * vocab_size
     own = config.kernels.cross_entropy == "fused"
     head = vocab_size * model.hidden_size
-    handed_on = 0 if config.kernels.weight_gradient == "accumulate" else element * head
+    accumulates = head_accumulates(config)
+    handed_on = 0 if accumulates else element * head
     rows_below = np.where(vocab_size % 8, -vocab_size % HEAD_ROW_MULTIPLE, 0)
     aligned = np.where(rows_below, element * (vocab_size + rows_below) * model.hidden_size, 0)
     if config.loss == "full":
@@ -229,7 +230,14 @@ def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
     chunks = np.ceil(logits / LOSS_CHUNK_BYTES)
     # logits, their gradient; without a compiler three float32 copies on the way to it
     copies = (1 if own else 2 if config.compile != "none" else 1 + 3 * 4 / element) + np.minimum(chunks - 1, 1)
-    return 4 * head + hidden_gradient + aligned + np.maximum(copies * logits / chunks, handed_on + hidden_gradient)
+    summed = 0 if accumulates else 4 * head
+    return summed + hidden_gradient + aligned + np.maximum(copies * logits / chunks, handed_on + hidden_gradient)
+
+
+def head_accumulates(config: RunConfig) -> bool:
+    """Whether the loss adds its weight's gradient to the main gradient (as mfubench.model.loss.accumulates says)."""
+    takes = config.loss == "full" or (config.loss == "chunked" and config.dtype != "float16")
+    return takes and config.kernels.weight_gradient == "accumulate"
 
 
 def largest_micro_batch(config: RunConfig, capacity_gib: float, fit: MemoryFit = MemoryFit()) -> int:

@@ -21,6 +21,7 @@ from mfubench.memory import (
     activation_kernel,
     fsdp_keeps_weights,
     fsdp_without_sum,
+    head_accumulates,
 )
 
 LAST_BUCKET = 0.02  # share of a reduction whose bucket fills when the backward pass ends
@@ -31,7 +32,7 @@ LARGE_VOCABULARY = 65_536  # from here on `loss: auto` never holds all logits
 # forward 48 a rotated element (casts, 4 products, 2 sums, concatenation), backward 66 instead of 4 + 6. SwiGLU: forward
 # 10 I, backward 26 I instead of 16 I. Softmax: 36 a logit (casts, log-softmax, its gradient) instead of 8.
 EAGER_PASSES = {"norm": 1.44, "rope": 11.4, "activation": 2.25, "loss": 4.5}
-GRADIENT_BYTES = 4  # gradients are accumulated and reduced in float32
+GRADIENT_BYTES = 4  # gradients are accumulated in float32
 WITHOUT_MATMULS = {"swiglu": "fused", "gelu": "plain"}  # what runs where `matmul` cannot
 WRITES_ONE_GRADIENT = ("fa3", "fa4")  # the keys of attention_kernels.PACKED, which needs torch
 
@@ -231,35 +232,40 @@ def loss_bytes(config: RunConfig) -> float:
     tokens, vocab_size = config.micro_batch_size * config.seq_len, config.model.vocab_size
     # read logits for the sum, read and write for the gradient, read (own kernel: in place, so that nothing is left)
     loss = tokens * element * (3 if "loss" in own_groups(config) else 4) * vocab_size
-    if config.loss != "full":
-        loss += vocab_size * config.model.hidden_size * 4 * element  # the weight's gradient, cast and scaled
+    if config.loss == "fused" or (config.loss == "chunked" and not head_accumulates(config)):
+        loss += vocab_size * config.model.hidden_size * (GRADIENT_BYTES + element)  # the weight's gradient, rounded
     return float(loss + chunk_sum_bytes(config))
 
 
 def chunk_sum_bytes(config: RunConfig) -> float:
     """Bytes of one micro-step that add each chunk's gradient of the head's weight to a float32 sum.
 
-    The matmul's epilogue moves them: part of what the loss costs, but of no kernel of its own.
+    The matmul's epilogue moves them: part of what the loss costs, but of no kernel of its own. The first chunk writes
+    the sum; into a main gradient, which `epilogue_bytes` counts once a micro-step, it is the others that come on top.
     """
     if config.loss == "full":
         return 0.0
     vocab_size = config.model.vocab_size
     logits = config.micro_batch_size * config.seq_len * ELEMENT_BYTES[config.dtype] * vocab_size
-    chunks = math.ceil(logits / LOSS_CHUNK_BYTES)
-    return float(vocab_size * config.model.hidden_size * chunks * 2 * GRADIENT_BYTES)
+    further = math.ceil(logits / LOSS_CHUNK_BYTES) - 1
+    first = 0 if head_accumulates(config) else 1
+    return float(vocab_size * config.model.hidden_size * (2 * further + first) * GRADIENT_BYTES)
 
 
 def accumulation_bytes(config: RunConfig) -> float:
     """Bytes a step that adding micro-batch gradients to the float32 gradient moves: the first is copied.
 
-    Gradients that matmuls accumulate themselves are not among them (`epilogue_bytes`).
+    Gradients that matmuls accumulate themselves are not among them (`epilogue_bytes`). What ddp and zero1 reduce in
+    another dtype is rounded whole, and cast back where this rank needs the sum; fsdp copies in any case.
     """
     element, again = ELEMENT_BYTES[config.dtype], config.gradient_accumulation_steps - 1
-    counts = count_parameters(config.model)
-    added = counts.total
-    if config.kernels.weight_gradient == "accumulate":
-        added -= counts.attention + counts.mlp + counts.lm_head
-    return added * (element + GRADIENT_BYTES + (element + 2 * GRADIENT_BYTES) * again)
+    parameters = count_parameters(config.model).total
+    added = parameters - accumulating_weights(config)
+    cast = 0.0
+    if config.parallelism in ("ddp", "zero1") and reduced_bytes(config) != GRADIENT_BYTES:
+        back = 1 / config.world_size if config.parallelism == "zero1" else 1
+        cast = parameters * (GRADIENT_BYTES + reduced_bytes(config)) * (1 + back)
+    return added * (element + GRADIENT_BYTES + (element + 2 * GRADIENT_BYTES) * again) + cast
 
 
 def epilogue_bytes(config: RunConfig) -> float:
@@ -267,12 +273,17 @@ def epilogue_bytes(config: RunConfig) -> float:
 
     They write float32, and read it first in all micro-steps but one.
     """
-    if config.kernels.weight_gradient != "accumulate":
-        return 0.0
     element, micro_steps = ELEMENT_BYTES[config.dtype], config.gradient_accumulation_steps
-    counts = count_parameters(config.model)
     beyond = (GRADIENT_BYTES - element) * micro_steps + GRADIENT_BYTES * (micro_steps - 1)
-    return float((counts.attention + counts.mlp + counts.lm_head) * beyond)
+    return float(accumulating_weights(config) * beyond)
+
+
+def accumulating_weights(config: RunConfig) -> int:
+    """How many weights have their gradient added to the main gradient by the matmul that makes it."""
+    if config.kernels.weight_gradient != "accumulate":
+        return 0
+    counts = count_parameters(config.model)
+    return counts.attention + counts.mlp + (counts.lm_head if head_accumulates(config) else 0)
 
 
 def optimizer_bytes(config: RunConfig) -> float:
@@ -327,7 +338,7 @@ def lost_to_communication(config: RunConfig, rates: Rates, forward_s: float, bac
     if config.world_size == 1:
         return 0.0
     parameters = count_parameters(config.model).total
-    weights, gradients = parameters * ELEMENT_BYTES[config.dtype], parameters * GRADIENT_BYTES
+    weights, gradients = parameters * ELEMENT_BYTES[config.dtype], parameters * reduced_bytes(config)
 
     def lost(seconds: float, behind: float, last_piece: float) -> float:
         exposed = max(seconds - BACKWARD_OVERLAP * behind, last_piece * seconds)
@@ -344,6 +355,11 @@ def lost_to_communication(config: RunConfig, rates: Rates, forward_s: float, bac
         return lost(gather, forward_s, block) + lost(scatter, backward_s, block)
     a_micro_step = lost(gather, forward_s, block) + lost(gather + scatter, backward_s, block)
     return config.gradient_accumulation_steps * a_micro_step
+
+
+def reduced_bytes(config: RunConfig) -> int:
+    """Of a gradient on its way between ranks."""
+    return ELEMENT_BYTES[config.communication.reduce_dtype]
 
 
 def slowest_of(cards: int, deviation: float) -> float:

@@ -168,10 +168,11 @@ def test_no_answer_from_smoke_tests(changed_study: Path):
         make_run_config(),
         make_run_config(loader={"kind": "dataloader", "num_workers": 2}, cuda_graphs=True, world_size=4),
         make_run_config(model=make_model("llama2-1.36b", num_hidden_layers=4), tf32=False, dtype="float32"),
+        make_run_config(model=make_model("qwen3-1.8b", name="mine", hidden_size=1024)),
         make_run_config(device="cpu"),
         make_run_config(kernels={"swiglu": "fused"}, communication={"bucket_mb": 50.0}),
     ],
-    ids=["plain", "dataloader", "changed-model", "cpu", "kernels"],
+    ids=["plain", "dataloader", "changed-model", "named-model", "cpu", "kernels"],
 )
 def test_the_command_gives_the_same_settings(config: RunConfig):
     """What `mfubench train` builds from the command is the run that was measured."""

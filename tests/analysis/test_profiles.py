@@ -26,6 +26,7 @@ from mfubench.analysis.report.profile_section import headline_blocks, next_sente
 from mfubench.analysis.roofline import Point, points_of
 from mfubench.analysis.tables import profiles_table
 from mfubench.analysis.units import format_rate
+from mfubench.config import CommunicationConfig
 from mfubench.predict import plan_run
 from mfubench.presets import load_model
 from mfubench.profiling.breakdown import MatmulTotal
@@ -80,6 +81,16 @@ def test_ideal_times_by_hand(profiled: Profiled):
     assert profiled.ideals.collectives_s == pytest.approx(2 * 7 / 8 * 4 * 1_294_159_104 / 447e9)
 
 
+def test_gradients_reduced_in_bfloat16_are_half_the_bytes_and_are_cast(profiled: Profiled, found: Findings):
+    log = profiled.judged.log
+    rounded = log.config.model_copy(update={"communication": CommunicationConfig(reduce_dtype="bfloat16")})
+    judged = replace(profiled.judged, log=log.model_copy(update={"config": rounded}))
+    ideals = ideals_of(judged, found.study.ceilings)
+    assert ideals.collectives_s == pytest.approx(profiled.ideals.collectives_s / 2)
+    casts = 1_294_159_104 * (4 + 2) * 2
+    assert ideals.seconds["accumulation"] - profiled.ideals.seconds["accumulation"] == pytest.approx(casts / 2960e9)
+
+
 def ideals_with(profiled: Profiled, found: Findings, asked: dict[str, str], used: dict[str, str]) -> Ideals:
     """Of the profiled run, had it asked for these kernels and used those."""
     log = profiled.judged.log
@@ -97,9 +108,14 @@ def test_a_chunked_loss_leaves_the_sum_over_its_chunks_to_the_matmuls():
     """Qwen3, micro-batch 6: 12,288 tokens, logits in four chunks; the own kernel reads twice and writes once."""
     settings = {"micro_batch_size": 6, "gradient_accumulation_steps": 8, "loss": "chunked"}
     config = plan_run(load_model("qwen3-1.8b"), 1, kernels={"cross_entropy": "fused"}, **settings)
-    softmax, weight = 12_288 * 151_936 * 2 * 3, 151_936 * 2048 * (4 + 4)  # bytes
-    assert memory_traffic(config)["loss"] == 8 * (softmax + weight)
-    assert chunk_sum_bytes(config) == 4 * 151_936 * 2048 * (4 + 4)
+    softmax, weights = 12_288 * 151_936 * 2 * 3, 151_936 * 2048  # bytes, numbers
+    assert memory_traffic(config)["loss"] == 8 * (softmax + weights * (4 + 2))  # the sum, rounded
+    assert chunk_sum_bytes(config) == weights * (4 + 3 * (4 + 4))
+    accumulating = plan_run(
+        load_model("qwen3-1.8b"), 1, kernels={"cross_entropy": "fused", "weight_gradient": "accumulate"}, **settings
+    )
+    assert memory_traffic(accumulating)["loss"] == 8 * softmax
+    assert chunk_sum_bytes(accumulating) == weights * 3 * (4 + 4)  # the first chunk's is the matmul's own
 
 
 def test_activations_in_matmuls_are_part_of_their_ideal(profiled: Profiled, found: Findings):

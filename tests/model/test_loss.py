@@ -11,7 +11,14 @@ from torch import Tensor
 
 from mfubench.model import build_model, resolve_loss
 from mfubench.model import loss as losses
-from mfubench.model.loss import chunked_cross_entropy, chunked_loss, full_loss
+from mfubench.model.loss import (
+    accumulates,
+    accumulating_cross_entropy,
+    chunked_cross_entropy,
+    chunked_loss,
+    full_loss,
+)
+from mfubench.model.weight_gradient import MainGradient
 
 N, HIDDEN, V = 45, 16, 97  # 97 rows: not a multiple of 8
 
@@ -23,11 +30,13 @@ def inputs(dtype: torch.dtype, device: str = "cpu", vocab: int = V) -> tuple[Ten
     return hidden, weight, torch.randint(0, vocab, (N,), generator=generator).to(device)
 
 
-def loss_and_gradients(function: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
-    """Of a quarter of the loss, as with four accumulated micro-batches."""
+def loss_and_gradients(
+    function: Any, hidden: Tensor, weight: Tensor, labels: Tensor, arriving: float = 0.25
+) -> list[Tensor]:
+    """The loss, and the gradients of a quarter of it, as with four accumulated micro-batches."""
     loss = function(hidden, weight, labels)
     assert loss.dtype == torch.float32 and loss.dim() == 0
-    return [loss.detach(), *torch.autograd.grad(loss / 4, (hidden, weight))]
+    return [loss.detach(), *torch.autograd.grad(loss * arriving, (hidden, weight))]
 
 
 def test_full_is_the_definition() -> None:
@@ -121,6 +130,8 @@ def test_chunked_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(losses, "CHUNK_BYTES", 5 * V * 4)
     with Watch():  # the body of the operator, which hides its inside from such a watch
         chunked_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 5, True, "", False)
+        main = torch.zeros(V, HIDDEN), torch.tensor(True)
+        accumulating_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 5, "", False, *main)
     assert largest == weight.numel() == V * HIDDEN and 2 * largest < N * V
     with Watch():
         loss_and_gradients(chunked_loss, hidden, weight, labels)
@@ -145,6 +156,42 @@ def test_chunked_is_a_sound_operator() -> None:
         (hidden, weight, labels, 3, True, "", False),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
+    main = torch.ones(V, HIDDEN), torch.tensor(False)
+    torch.library.opcheck(
+        accumulating_cross_entropy,
+        (hidden.detach(), weight.detach(), labels, 3, "", False, *main),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_main_gradient_is_the_sum_over_micro_steps(
+    rows: int, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-steps, of which the first overwrites what is there, for chunks of any size; evaluation adds nothing."""
+    monkeypatch.setattr(losses, "CHUNK_BYTES", rows * V * 4)
+    hidden, weight, labels = inputs(torch.float32)
+    main = MainGradient(torch.full((V, HIDDEN), torch.nan), torch.tensor(True), torch.empty(0, requires_grad=True))
+    function = torch.compile(chunked_loss, backend=backend, fullgraph=True) if backend else chunked_loss
+    expected = loss_and_gradients(full_loss, hidden, weight, labels, arriving=1.0)
+    for micro_step in range(2):
+        main.overwrite.fill_(micro_step == 0)
+        loss = function(hidden, weight, labels, main)
+        of_hidden, of_ticket = torch.autograd.grad(loss, (hidden, main.ticket))
+        with torch.no_grad():
+            torch.testing.assert_close(chunked_loss(hidden, weight, labels, main), expected[0])
+        torch.testing.assert_close((loss.detach(), of_hidden), tuple(expected[:2]), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(main.total, (micro_step + 1) * expected[2], rtol=1e-5, atol=1e-7)
+        assert of_ticket.numel() == 0
+
+
+def test_a_scaled_loss_takes_no_main_gradient() -> None:
+    main = MainGradient(torch.zeros(V, HIDDEN), torch.tensor(True), torch.empty(0, requires_grad=True))
+    with pytest.raises(ValueError, match="float16"):
+        chunked_loss(*inputs(torch.float16), main)
+    assert [accumulates("chunked", dtype) for dtype in (torch.float16, torch.bfloat16)] == [False, True]
+    assert accumulates("full", torch.float16) and not accumulates("fused", torch.bfloat16)
 
 
 @pytest.mark.parametrize("form", ["full", "chunked"])

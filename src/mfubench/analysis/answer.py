@@ -15,8 +15,8 @@ from mfubench.analysis.measures import Measures, Stability
 from mfubench.analysis.statistics import Difference, difference
 from mfubench.analysis.study import base_name
 from mfubench.analysis.units import format_number_of, format_percent, tells_nothing
-from mfubench.config import ConfigError, RunConfig
-from mfubench.presets import load_model
+from mfubench.config import ModelConfig, RunConfig
+from mfubench.presets import load_model, preset_names
 
 STAGES_OUTSIDE = ("smoke", "training")  # a gate, and a run with evaluations and checkpoints in between
 NEAR_FASTEST = 0.10  # only settings this close to the fastest are called stable or lean
@@ -178,9 +178,9 @@ def unsteadiness(candidate: Candidate) -> tuple[float, float, float]:
 def command_for(config: RunConfig) -> str:
     """`mfubench train MODEL key=value …` with every setting of the run that is not its default."""
     values = config.model_dump(mode="json")
-    words = [f"mfubench train {config.model.name} --data resources/datasets/{config.dataset}"]
-    words.append(f"max_iters={config.max_iters}")
-    words += [f"model.{key}={as_yaml(value)}" for key, value in model_changes(config).items()]
+    preset, changes = model_changes(config.model)
+    words = [f"mfubench train {preset} --data resources/datasets/{config.dataset}", f"max_iters={config.max_iters}"]
+    words += [f"model.{key}={as_yaml(value)}" for key, value in changes.items()]
     for key in COMMAND_KEYS:
         default = RunConfig.model_fields[key].get_default()
         if isinstance(default, BaseModel):
@@ -192,14 +192,17 @@ def command_for(config: RunConfig) -> str:
     return " ".join(words)
 
 
-def model_changes(config: RunConfig) -> dict[str, Any]:
-    """Keys in which the run's model differs from the preset of its name."""
-    model = config.model.model_dump(mode="json")
-    try:
-        preset = load_model(config.model.name).model_dump(mode="json")
-    except ConfigError:
-        return {key: value for key, value in model.items() if key != "name"}
-    return {key: value for key, value in model.items() if value != preset[key]}
+def model_changes(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """The preset that a model is made from most shortly, the one of its name where there is one, and what differs."""
+    names = preset_names()
+    values = model.model_dump(mode="json")
+
+    def differing(preset: str) -> dict[str, Any]:
+        there = load_model(preset).model_dump(mode="json")
+        return {key: value for key, value in values.items() if value != there[key]}
+
+    nearest = model.name if model.name in names else min(names, key=lambda preset: len(differing(preset)))
+    return nearest, differing(nearest)
 
 
 def as_yaml(value: Any) -> str:

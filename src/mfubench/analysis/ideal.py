@@ -14,7 +14,6 @@ from mfubench.measured_runs import as_run
 from mfubench.memory import ELEMENT_BYTES
 from mfubench.run_log import RunLog
 from mfubench.step_model import (
-    GRADIENT_BYTES,
     accumulation_bytes,
     chunk_sum_bytes,
     elementwise_bytes_by_group,
@@ -22,6 +21,7 @@ from mfubench.step_model import (
     in_matmuls,
     micro_step_matmuls,
     optimizer_bytes,
+    reduced_bytes,
 )
 
 ATTENTION_PASSES = 3.5  # matmuls of forward and backward over those of forward: 2 and 5
@@ -170,7 +170,7 @@ def bus_time(config: RunConfig, ceilings: Ceilings) -> dict[str, float]:
     gb_s = max(rates, key=lambda one: one.bytes).bus_gb_s
     parameters = count_parameters(config.model).total
     share = (ranks - 1) / ranks
-    moved = 2 * share * parameters * GRADIENT_BYTES  # all-reduce: scatter and gather
+    moved = 2 * share * parameters * reduced_bytes(config)  # all-reduce: scatter and gather
     if config.parallelism in ("zero1", "fsdp"):
-        moved = share * parameters * (GRADIENT_BYTES + ELEMENT_BYTES[config.dtype])
+        moved = share * parameters * (reduced_bytes(config) + ELEMENT_BYTES[config.dtype])
     return {"collectives_s": moved / (gb_s * 1e9)}

@@ -2,7 +2,7 @@
 
 loss(hidden [N, hidden], weight [V, hidden], labels [N]) -> float32 scalar, the mean over the N tokens. Every label
 counts: none is ignored. Softmax and mean are computed in float32 whatever the dtype of the inputs. `full` and `chunked`
-take a fourth argument: the main gradient that the weight's is added to (see weight_gradient.py).
+take a fourth argument: the main gradient that the weight's is added to (see weight_gradient.py and `accumulates`).
 
 `full` computes all logits at once; `chunked` a slice of the tokens at a time, with the gradients right in the forward
 pass, so that neither pass ever holds all logits; `fused` is liger-kernel's form of the same idea.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from mfubench.model.weight_gradient import ROW_MULTIPLE, MainGradient, add_produ
 from mfubench.run_log import Choice
 
 LossFunction = Callable[..., Tensor]
-ACCUMULATING = ("full", "chunked")  # forms that take a main gradient
+SoftmaxStep = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]  # see softmax_form
 
 # What `auto` takes on CUDA, for the shapes of config/models.yaml on an H100 (N = tokens of a micro-batch):
 # - V = 32,000, N = 16,384: the logits are 1 GiB in bfloat16. Compiled, `full` is the fastest: three matmuls at full
@@ -36,6 +36,11 @@ LARGE_VOCABULARY = 65_536
 # Logits held at once by `chunked`, in bytes: large, since every chunk adds a pass over the weight's float32 gradient.
 CHUNK_BYTES = 2**30
 TILE = 128  # rows that a tensor-core matmul computes at once
+
+
+def accumulates(form: str, dtype: torch.dtype) -> bool:
+    """Whether a form of the loss takes a main gradient in this dtype."""
+    return form == "full" or (form == "chunked" and dtype != torch.float16)
 
 
 def full_loss(hidden: Tensor, weight: Tensor, labels: Tensor, main: MainGradient | None = None) -> Tensor:
@@ -66,13 +71,18 @@ def chunked_loss(
     compile_backend: str = "",
     fused: bool = False,
 ) -> Tensor:
-    """Chunks of tokens one after the other; equal to `full_loss` but for the order of float32 additions."""
-    gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    """Chunks of tokens one after the other; equal to `full_loss` but for the order of float32 additions.
+
+    The gradients are made in the forward pass. A main gradient is added to there, before it is known what arrives in
+    the backward pass: that must be 1. Raises ValueError in float16, whose loss is scaled.
+    """
     size = chunk_size(hidden.shape[0], hidden.element_size() * weight.shape[0])
-    parts = main or ()
-    if main is not None:
-        weight = weight.detach()  # its gradient goes elsewhere
-    return chunked_cross_entropy(hidden, weight, labels, size, gradients, compile_backend, fused, *parts)[0]
+    gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if main is None or not gradients:
+        return chunked_cross_entropy(hidden, weight, labels, size, gradients, compile_backend, fused)[0]
+    if hidden.dtype == torch.float16:
+        raise ValueError("the gradient of a chunked loss cannot be accumulated in float16: its loss is scaled later")
+    return AccumulatingLoss.apply(hidden, weight.detach(), labels, size, compile_backend, fused, *main)
 
 
 def chunk_size(tokens: int, bytes_a_token: int) -> int:
@@ -84,55 +94,102 @@ def chunk_size(tokens: int, bytes_a_token: int) -> int:
 
 @torch.library.custom_op("mfubench::chunked_cross_entropy", mutates_args=())
 def chunked_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    size: int,
-    gradients: bool,
-    compile_backend: str,
-    fused: bool,
-    total_gradient: Tensor | None = None,
-    overwrite: Tensor | None = None,
-    ticket: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, size: int, gradients: bool, compile_backend: str, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(mean loss, gradient of hidden, gradient of weight in float32), computed `size` tokens at a time.
 
     The gradients are those of the summed loss, which float16 can hold, and empty unless asked for. An operator of its
     own: torch.compile takes it as it is, in one graph with the rest of the model. The elementwise part inside is the
-    Triton kernel (`fused`), or compiled apart where a `compile_backend` is given. The parts of a main gradient are for
-    the backward pass.
+    Triton kernel (`fused`), or compiled apart where a `compile_backend` is given.
     """
-    softmax_step = compiled_softmax_step(compile_backend) if compile_backend else cross_entropy_step
-    padded = aligned(weight)  # [V', hidden]
-    total = hidden.new_zeros((), dtype=torch.float32)
-    grad_hidden = hidden.new_empty(hidden.shape if gradients else (0,))
-    grad_weight = weight.new_zeros(padded.shape if gradients else (0,), dtype=torch.float32)
+    if not gradients:
+        total = summed_loss(hidden, weight, labels, size)
+        return total / hidden.shape[0], hidden.new_empty(0), hidden.new_empty(0, dtype=torch.float32)
+    grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight, dtype=torch.float32)
+    softmax_step = softmax_form(compile_backend, fused)
+    total = summed_loss_and_gradients(hidden, weight, labels, size, 1.0, softmax_step, grad_hidden, grad_weight, True)
+    return total / hidden.shape[0], grad_hidden, grad_weight
+
+
+@torch.library.custom_op("mfubench::accumulating_cross_entropy", mutates_args=("main",))
+def accumulating_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    size: int,
+    compile_backend: str,
+    fused: bool,
+    main: Tensor,
+    overwrite: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(mean loss, its gradient of hidden), computed like the above; that of weight is added to `main`, float32.
+
+    It reads `overwrite` (see MainGradient) when it runs.
+    """
+    grad_hidden, factor = torch.empty_like(hidden), 1 / hidden.shape[0]
+    softmax_step = softmax_form(compile_backend, fused)
+    total = summed_loss_and_gradients(
+        hidden, weight, labels, size, factor, softmax_step, grad_hidden, main, bool(overwrite)
+    )
+    return total / hidden.shape[0], grad_hidden
+
+
+def chunks_of_logits(hidden: Tensor, padded: Tensor, vocabulary: int, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """Rows of hidden [N, hidden] and their logits [rows, V'], which are -inf beyond the vocabulary."""
     for start in range(0, hidden.shape[0], size):
         rows = slice(start, start + size)
-        logits = F.linear(hidden[rows], padded)  # [rows, V']
-        logits[:, weight.shape[0] :] = -torch.inf
-        if not gradients:
-            total += F.cross_entropy(logits.float(), labels[rows], reduction="sum")
-            continue
-        if fused:
-            loss, grad_logits = loss_and_gradient_in_place(logits, labels[rows], weight.shape[0]), logits
-        else:
-            loss, grad_logits, grad_at_label = softmax_step(logits, labels[rows])
-            grad_logits.scatter_(1, labels[rows, None], grad_at_label)
+        logits = F.linear(hidden[rows], padded)
+        logits[:, vocabulary:] = -torch.inf
+        yield rows, logits
+
+
+def summed_loss(hidden: Tensor, weight: Tensor, labels: Tensor, size: int) -> Tensor:
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for rows, logits in chunks_of_logits(hidden, aligned(weight), weight.shape[0], size):
+        total += F.cross_entropy(logits.float(), labels[rows], reduction="sum")
+    return total
+
+
+def summed_loss_and_gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    size: int,
+    factor: float,
+    softmax_step: SoftmaxStep,
+    grad_hidden: Tensor,
+    grad_weight: Tensor,
+    overwrite: bool,
+) -> Tensor:
+    """Sum of the losses, float32. The gradients are of `factor` times that sum: of hidden written to grad_hidden
+    [N, hidden], of weight added to grad_weight [V, hidden] float32, whose old values count unless `overwrite`."""
+    padded, vocabulary = aligned(weight), weight.shape[0]  # [V', hidden]
+    total, scale = (hidden.new_full((), value, dtype=torch.float32) for value in (0.0, factor))
+    for rows, logits in chunks_of_logits(hidden, padded, vocabulary, size):
+        loss, grad_logits = softmax_step(logits, labels[rows], scale, vocabulary)
         total += loss
         torch.mm(grad_logits, padded, out=grad_hidden[rows])
-        add_product(grad_weight, grad_logits.t(), hidden[rows])
-    return total / hidden.shape[0], grad_hidden, grad_weight[: weight.shape[0]]
+        add_product(grad_weight, grad_logits[:, :vocabulary].t(), hidden[rows], overwrite and rows.start == 0)
+    return total
 
 
-def loss_and_gradient_in_place(logits: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
-    from mfubench.model.fused.cross_entropy import loss_and_gradient  # needs triton
+def softmax_form(compile_backend: str, fused: bool) -> SoftmaxStep:
+    """(logits [n, V'], labels [n], factor, V) -> summed loss and factor times its gradient, [n, V']."""
+    if fused:
+        from mfubench.model.fused.cross_entropy import loss_and_gradient  # needs triton
 
-    return loss_and_gradient(logits, labels, vocabulary)
+        return loss_and_gradient
+    step = compiled_softmax_step(compile_backend) if compile_backend else cross_entropy_step
+
+    def plain(logits: Tensor, labels: Tensor, factor: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+        loss, gradient, at_label = step(logits, labels, factor)
+        return loss, gradient.scatter_(1, labels[:, None], at_label)
+
+    return plain
 
 
-def cross_entropy_step(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Summed loss of logits [n, V] and its gradient.
+def cross_entropy_step(logits: Tensor, labels: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Summed loss of logits [n, V] and `factor` (float32 scalar) times its gradient.
 
     d loss / d logit = softmax - (1 at the label). The gradient is returned without the 1, and apart from it, [n, 1],
     the whole value at the label: computed in float32, since there the difference cancels as the model learns.
@@ -140,28 +197,19 @@ def cross_entropy_step(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, 
     exact = logits.float()
     log_normalizer = exact.logsumexp(dim=-1, keepdim=True)  # [n, 1]
     log_probability = exact.gather(1, labels[:, None]) - log_normalizer  # [n, 1]
-    gradient = (exact - log_normalizer).exp().to(logits.dtype)
-    return -log_probability.sum(), gradient, (log_probability.exp() - 1).to(logits.dtype)
+    gradient = ((exact - log_normalizer).exp() * factor).to(logits.dtype)
+    return -log_probability.sum(), gradient, ((log_probability.exp() - 1) * factor).to(logits.dtype)
 
 
 @functools.cache
-def compiled_softmax_step(backend: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+def compiled_softmax_step(backend: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
     """`cross_entropy_step`, compiled once a process: two kernels instead of a dozen."""
     return torch.compile(cross_entropy_step, backend=backend, dynamic=False)
 
 
 @chunked_cross_entropy.register_fake
 def _(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    size: int,
-    gradients: bool,
-    compile_backend: str,
-    fused: bool,
-    total_gradient: Tensor | None = None,
-    overwrite: Tensor | None = None,
-    ticket: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, size: int, gradients: bool, compile_backend: str, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         hidden.new_empty((), dtype=torch.float32),
@@ -170,34 +218,64 @@ def _(
     )
 
 
-@torch.library.custom_op("mfubench::accumulate_scaled", mutates_args=("total",))
-def accumulate_scaled(total: Tensor, gradient: Tensor, factor: Tensor, overwrite: Tensor) -> None:
-    """total += gradient * factor (a scalar on the device), or = where `overwrite` says so; all float32."""
-    if overwrite:
-        torch.mul(gradient, factor, out=total)
-    else:
-        total.addcmul_(gradient, factor)
+@accumulating_cross_entropy.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    size: int,
+    compile_backend: str,
+    fused: bool,
+    main: Tensor,
+    overwrite: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty((), dtype=torch.float32), torch.empty_like(hidden)
 
 
 def save_gradients(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    hidden, weight, _, _, _, _, _, total_gradient, overwrite, _ = inputs
-    ctx.save_for_backward(*output[1:], total_gradient, overwrite)
+    hidden, weight = inputs[:2]
+    ctx.save_for_backward(*output[1:])
     ctx.tokens, ctx.weight_dtype = hidden.shape[0], weight.dtype
 
 
 def scale_gradients(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Gradients of the mean, times the gradient that arrives; each scaled and stored in one pass over memory."""
-    grad_hidden, grad_weight, total_gradient, overwrite = ctx.saved_tensors
+    """Gradients of the mean, times the gradient that arrives; the weight's scaled and rounded in one pass."""
+    grad_hidden, grad_weight = ctx.saved_tensors
     factor = grad / ctx.tokens
-    if total_gradient is not None:
-        accumulate_scaled(total_gradient, grad_weight, factor, overwrite)
-        return grad_hidden * factor, None, None, None, None, None, None, None, None, grad_hidden.new_empty(0)
     rounded = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
     torch.mul(grad_weight, factor, out=rounded)
-    return grad_hidden * factor, rounded, None, None, None, None, None, None, None, None
+    return grad_hidden * factor, rounded, None, None, None, None, None
 
 
 chunked_cross_entropy.register_autograd(scale_gradients, setup_context=save_gradients)
+
+
+class AccumulatingLoss(torch.autograd.Function):
+    """`chunked_loss` with a main gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        size: int,
+        compile_backend: str,
+        fused: bool,
+        total: Tensor,
+        overwrite: Tensor,
+        ticket: Tensor,
+    ) -> Tensor:
+        loss, grad_hidden = accumulating_cross_entropy(
+            hidden, weight, labels, size, compile_backend, fused, total, overwrite
+        )
+        ctx.save_for_backward(grad_hidden)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_hidden,) = ctx.saved_tensors
+        return grad_hidden * grad, None, None, None, None, None, None, None, grad_hidden.new_empty(0)
 
 
 def load_fused() -> LossFunction:

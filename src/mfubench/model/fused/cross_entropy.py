@@ -114,8 +114,8 @@ def mean_cross_entropy(logits: Tensor, labels: Tensor, vocabulary: int) -> Tenso
     return MeanCrossEntropy.apply(logits, labels, vocabulary)
 
 
-def loss_and_gradient(logits: Tensor, labels: Tensor, vocabulary: int) -> Tensor:
-    """Sum of the losses, float32; its gradient takes the place of the logits [N, W]."""
+def loss_and_gradient(logits: Tensor, labels: Tensor, factor: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Sum of the losses, float32, and `factor` (float32 scalar) times its gradient, in place of the logits [N, W]."""
     losses, normalizers = cross_entropy_forward(logits, labels, vocabulary)
-    cross_entropy_backward(logits, labels, normalizers, losses.new_ones(()), vocabulary)
-    return losses.sum()
+    cross_entropy_backward(logits, labels, normalizers, factor, vocabulary)
+    return losses.sum(), logits
