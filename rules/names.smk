@@ -61,8 +61,8 @@ def figure_file(name):
 
 
 def analysis_files():
-    """All that a finished study has, but for machine.json: a lost one is no reason to measure again, and made anew it
-    would be newer than every run.
+    """Everything that a finished study has except machine.json: losing that is no reason to measure again, and made
+    anew it would be newer than every run.
     """
     return [
         *all_results(),

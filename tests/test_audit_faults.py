@@ -114,6 +114,15 @@ def clock_too_fast_but_possible() -> RunLog:
     return change_wall(log, training_s=log.wall.training_s + 2 * slow_s)  # the steps that were not waited for
 
 
+def clock_too_fast_after_a_resume() -> RunLog:
+    """As above; the evaluations of the process before take as long as what the clock misses, and explain none of it."""
+    log = make_run_log(first_step=10)
+    hidden_s = 2 * sum(step.step_time_s for step in log.steps)
+    log = change_wall(log, training_s=log.wall.training_s + hidden_s)
+    earlier = [Phase(kind="setup", after_step=0, time_s=9.4), Phase(kind="evaluation", after_step=5, time_s=hidden_s)]
+    return log.model_copy(update={"phases": earlier + log.phases})
+
+
 def evaluation_inside_a_step() -> RunLog:
     log = make_run_log(evaluation=EvaluationConfig(interval=15))
     evaluated = log.evaluations[0].step
@@ -305,6 +314,7 @@ FAULTS: list[tuple[Plant, set[str]]] = [
     (one_iteration_too_many, {"steps_miscounted"}),
     (clock_read_before_the_device_finished, {"above_ceiling"}),
     (clock_too_fast_but_possible, {"time_contains_other_work"}),
+    (clock_too_fast_after_a_resume, {"time_contains_other_work"}),
     (evaluation_inside_a_step, {"time_contains_other_work"}),
     (evaluation_in_the_step_and_beside_it, {"time_contains_other_work"}),
     (checkpoint_inside_steps, {"time_contains_other_work"}),

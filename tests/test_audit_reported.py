@@ -15,6 +15,8 @@ from mfubench.audit import audit_figures, audit_paths
 from mfubench.audit.reported import make_reported
 from mfubench.cli import app
 from mfubench.config import ConfigError
+from mfubench.flops import Convention, flop_terms, flops_per_token
+from mfubench.presets import load_model
 
 CASES = Path(__file__).parent / "audit_cases"
 EXPECTED = json.loads((CASES / "expected.json").read_text(encoding="utf-8"))
@@ -139,6 +141,47 @@ FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_planted_fault_is_found_and_nothing_else(fault: str) -> None:
     changes, expected = FAULTS[fault]
     assert codes({**GOOD, **changes}) == expected
+
+
+# The same model on 8 H100s; the stated peak is one card's.
+ONE_CARDS_PEAK: dict[str, Any] = {
+    "gpu_name": "NVIDIA H100 80GB HBM3",
+    "num_gpus": 8,
+    "model": "llama2-1.36b",
+    "seq_len": 2048,
+    "tokens_per_s": 576_000,
+    "hardware_peak_tflops": 989.4,
+}
+
+
+@pytest.mark.parametrize("convention", ["palm", "matmul", "causal"])
+def test_one_cards_peak_stands_with_an_mfu_of_any_convention(convention: Convention) -> None:
+    terms = flop_terms(load_model("llama2-1.36b"), 2048)
+    mfu = 576_000 * flops_per_token(terms, convention) / (8 * 989.4e12)
+    assert codes({**ONE_CARDS_PEAK, "mfu_percent": round(100 * mfu, 1)}) == []
+
+
+@pytest.mark.parametrize("changes", [{}, {"hardware_peak_tflops": 8 * 989.4}, {"gpu_name": None}])
+def test_the_true_mfu_is_of_the_peak_of_all_cards(changes: dict[str, Any]) -> None:
+    run = {**ONE_CARDS_PEAK, "mfu_percent": 80, **changes}
+    (finding,) = audit_figures([f"{key}={value}" for key, value in run.items() if value]).runs[0].findings
+    assert finding.code == "peak_is_wrong"
+    assert finding.true_value == pytest.approx(63.9, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "claim"),
+    [
+        ({"tokens_per_s": 106_809 / 16, "gradient_accumulation_steps": 1}, "one GPU's 1 micro-step instead of 8 x 1"),
+        ({"gradient_accumulation_steps": 1}, "1 micro-step per GPU is claimed, but"),
+        ({"gradient_accumulation_steps": 4}, "4 micro-steps per GPU are claimed, but"),
+    ],
+)
+def test_one_micro_step_is_told_in_the_singular(changes: dict[str, Any], claim: str) -> None:
+    keys = ("gpu_name", "num_gpus", "seq_len", "micro_batch_size", "step_time_s", "tokens_per_s")
+    run = {**{key: GOOD[key] for key in keys}, **changes}
+    (finding,) = audit_figures([f"{key}={value}" for key, value in run.items()]).runs[0].findings
+    assert claim in finding.sentence
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,15 @@ import pytest
 from factories import make_ceilings, make_run_log
 
 from mfubench.config import ConfigError
-from mfubench.hardware import HardwareRow, find_gpu, load_hardware, normalise, peak_for, peak_for_run
+from mfubench.hardware import (
+    HardwareRow,
+    arithmetic_of_run,
+    find_gpu,
+    load_hardware,
+    normalise,
+    peak_for,
+    peak_for_run,
+)
 
 # Dense bf16 TFLOP/s by driver name, from the makers' datasheets.
 DENSE_BF16 = {
@@ -148,12 +156,13 @@ def test_peak_follows_what_ran(dtype: str, tf32: bool, fp8: bool, expected: tupl
     log = make_run_log(dtype=dtype, tf32=tf32, fp8=fp8)
     peak = peak_for_run(log, None)
     assert (peak.dtype, peak.tflops) == expected
+    assert arithmetic_of_run(log) == expected[0]
 
 
 def test_peak_follows_what_was_used_not_what_was_asked_for() -> None:
     log = make_run_log(fp8=True)
     log.used["fp8"] = log.used["fp8"].model_copy(update={"used": "false", "reason": "no torchao"})
-    assert peak_for_run(log, None).dtype == "bf16"
+    assert peak_for_run(log, None).dtype == arithmetic_of_run(log) == "bf16"
 
 
 def test_arithmetic_that_a_card_lacks() -> None:

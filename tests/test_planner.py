@@ -19,7 +19,7 @@ from mfubench.config import ConfigError, ModelConfig, parse
 from mfubench.flops import count_parameters, flop_terms, flops_per_token
 from mfubench.planner import LAWS, PlanConfig, effective_tokens, evaluate, find_law
 from mfubench.planner_machine import Machine, compute_in_hours, search_on_machine
-from mfubench.planner_search import build_model, isoflop_curve, search, shapes
+from mfubench.planner_search import build_model, isoflop_curve, search, shapes, widths
 from mfubench.planner_study import PlanRequest
 from mfubench.presets import load_model
 
@@ -269,6 +269,31 @@ def test_hours_become_compute():
 def test_impossible_mfu_is_refused(mfu):
     with pytest.raises(ConfigError, match="mfu"):
         Machine("B200", mfu=mfu)
+
+
+@pytest.mark.parametrize("price", [0.0, -1.0, math.inf])
+def test_a_price_is_positive_on_the_command_line_and_in_a_study(price):
+    with pytest.raises(ConfigError, match="price_per_gpu_hour"):
+        Machine("B200", price_per_gpu_hour=price)
+    with pytest.raises(ConfigError, match="price_per_gpu_hour"):
+        parse(PlanRequest, GUIDE_BUDGET | {"machine": {"gpu": "B200", "price_per_gpu_hour": price}}, "plan")
+
+
+@pytest.mark.parametrize(
+    ("proportions", "width"),
+    [
+        ({"head_dims": (512,)}, 512),
+        ({"aspect_min": 100.0, "aspect_max": 100.0}, 100),
+        ({"mlp_ratio_min": 2.6, "mlp_ratio_max": 2.8}, 256),
+    ],
+)
+def test_a_machine_serves_proportions_that_the_first_width_cannot_have(proportions, width):
+    request = plan(**proportions)
+    assert not shapes(request, widths()[0]).num_hidden_layers.size
+    machine = Machine("NVIDIA H200", mfu=0.5, parallelism="fsdp")
+    (design,) = search_on_machine(request, machine, count=1)
+    assert design.model.hidden_size % width == 0
+    assert design == search(request, count=1)[0]  # which fits these cards
 
 
 # --- command line ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ app = typer.Typer(
 
 @app.callback()
 def version_option(
-    version: bool = typer.Option(False, "--version", help="Show the version and leave.", is_eager=True),
+    version: bool = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True),
 ) -> None:
     if version:
         typer.echo(mfubench.__version__)

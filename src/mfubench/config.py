@@ -200,10 +200,10 @@ class KernelsConfig(Strict):
     """Own kernels in place of torch's operators, each for itself; auto: where machine and model allow it.
 
     fused: Triton, one pass over memory. norm: a norm without bias and the residual addition before it; rope: q/k-norm,
-    RoPE and the split into q, k and v (without RoPE: the split, as one with an attention that writes one gradient of
-    all three); swiglu: silu(gate) * up; gelu: GPT-2's, plain or in the matmuls beside it; cross_entropy: the softmax of
-    `full` and `chunked` losses, its gradient in place of the logits; adamw: the update, with the weights rounded for
-    the next step.
+    RoPE and the split into q, k and v (without RoPE the split alone, for attention kernels that write the gradients of
+    all three as one tensor); swiglu: silu(gate) * up; gelu: GPT-2's, plain or in the matmuls beside it; cross_entropy:
+    the softmax of `full` and `chunked` losses, its gradient in place of the logits; adamw: the update, with the weights
+    rounded for the next step.
     weight_gradient accumulate: matmuls add to the float32 gradient of all micro-steps themselves.
     """
 

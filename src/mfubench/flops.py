@@ -25,7 +25,7 @@ CONVENTIONS: tuple[Convention, ...] = ("palm", "matmul", "causal")
 class ParameterCounts:
     """Parameters of a model by what they do in a step, in units."""
 
-    token_embedding: int  # looked up, not multiplied; 0 extra where it is tied to the head (counted there)
+    token_embedding: int  # looked up, not multiplied; 0 where it is tied to the head, which counts the matrix
     position_embedding: int  # looked up and added
     attention: int  # q, k, v and output projections, all layers, biases left out
     mlp: int  # gate/up/down or up/down, all layers, biases left out

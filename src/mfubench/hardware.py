@@ -163,6 +163,27 @@ def mig_slice(row: HardwareRow, slice_name: str, driver_name: str) -> HardwareRo
     )
 
 
+def arithmetic_of(dtype: str, tf32: bool, fp8: bool) -> str:
+    """What matmuls compute in, as the rows name it: bf16 | fp16 | tf32 | fp32 | fp8.
+
+    An unknown dtype stands for itself: no rate has its name.
+    """
+    if fp8:
+        return "fp8"
+    arithmetic = ARITHMETIC.get(dtype, dtype)
+    return "tf32" if arithmetic == "fp32" and tf32 else arithmetic
+
+
+def arithmetic_of_run(log: RunLog) -> str:
+    """What a run's matmuls computed in: by what was used, not what was asked for."""
+    return arithmetic_of(log.used["dtype"].used, is_on(log.used["tf32"]), is_on(log.used["fp8"]))
+
+
+def rank_share(log: RunLog, ceilings: Ceilings) -> float:
+    """A rank's part of the measured arithmetic: of several on a CPU each has some of the threads measured with."""
+    return log.environment.cpu_threads / ceilings.threads if ceilings.device == "cpu" else 1.0
+
+
 def peak_for(name: str, dtype: str, tf32: bool, fp8: bool) -> Peak:
     """The datasheet peak of one card (driver name) for what it computed in.
 
@@ -170,14 +191,14 @@ def peak_for(name: str, dtype: str, tf32: bool, fp8: bool) -> Peak:
     arithmetic that the card does not have.
     """
     row = find_gpu(name)
-    arithmetic = "fp8" if fp8 else ARITHMETIC.get(dtype)
-    if arithmetic is None:
+    rates = row.dense_tflops.model_dump()
+    tf32 = tf32 and rates["tf32"] is not None  # the switch does nothing on a card without TF32
+    arithmetic = arithmetic_of(dtype, tf32, fp8)
+    if arithmetic not in rates:
         raise ConfigError(f"no peak for dtype {dtype!r}: use one of {', '.join(ARITHMETIC)}")
-    if arithmetic == "fp32" and tf32 and row.dense_tflops.tf32 is not None:
-        arithmetic = "tf32"  # the switch does nothing on a card without TF32
-    tflops = getattr(row.dense_tflops, arithmetic)
+    tflops = rates[arithmetic]
     if tflops is None:
-        has = ", ".join(key for key, rate in row.dense_tflops.model_dump().items() if rate is not None)
+        has = ", ".join(key for key, rate in rates.items() if rate is not None)
         raise ConfigError(
             f"{name} ({row.key}) has no {arithmetic} matmul units, only {has}: software emulates it at an unstated "
             "rate, so there is no peak to divide by. Train in another dtype."
@@ -215,7 +236,7 @@ def peak_for_run(log: RunLog, ceilings: Ceilings | None) -> Peak:
 
 def measured_cpu_peak(dtype: str, threads: int, ceilings: Ceilings | None, name: str) -> Peak:
     """A CPU's peak for one rank: its fastest measured matmul, of whatever shape (a large one leaves the cache)."""
-    arithmetic = ARITHMETIC.get(dtype, dtype)
+    arithmetic = arithmetic_of(dtype, tf32=False, fp8=False)
     if ceilings is None:
         raise ConfigError(
             f"{name}: ran on a CPU, which has no datasheet row; its peak is measured. "

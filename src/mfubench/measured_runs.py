@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from mfubench.config import ConfigError, KernelsConfig, MemorySearch, RunConfig
 from mfubench.hardware import find_gpu, is_on
 from mfubench.presets import CONFIG_DIR
 from mfubench.result_files import find_results, is_run_log, read_json
-from mfubench.run_log import RunLog, read_run_log
+from mfubench.run_log import Choice, RunLog, read_run_log
 from mfubench.step_model import resolve_auto, step_terms
 
 REFERENCE = CONFIG_DIR.parent / "results" / "reference"  # measured studies that ship with the project
@@ -33,7 +33,7 @@ class Observation:
     step_s: float  # median of the measured steps
 
     def repeats(self, other: Observation) -> bool:
-        """Whether the model cannot tell the two runs apart: one says of the other what no prediction knows."""
+        """Whether both runs are predicted alike: what they differ by is noise that no prediction can know."""
         return self.gpu == other.gpu and self.terms == other.terms
 
 
@@ -100,7 +100,11 @@ def read_memory_searches(folders: Sequence[Path]) -> tuple[list[MemoryObservatio
     for _, value in json_files(folders):
         if "trials" not in value or "largest_is_exact" not in value:
             continue
-        config = resolve_auto(MemorySearch.model_validate_json(json.dumps(value["search"])).run)
+        config = MemorySearch.model_validate_json(json.dumps(value["search"])).run
+        if "used" in value:
+            config = with_used(config, {key: Choice.model_validate(choice) for key, choice in value["used"].items()})
+        else:  # of a search that does not say what ran
+            config = resolve_auto(config)
         for trial in value["trials"]:
             if trial["status"] == "ok" and trial["peak_memory_gib"] is not None:
                 size = trial["micro_batch_size"]
@@ -119,13 +123,17 @@ def read_memory_searches(folders: Sequence[Path]) -> tuple[list[MemoryObservatio
 
 def as_run(log: RunLog) -> RunConfig:
     """The configuration with every setting that fell back replaced by what ran."""
-    used = log.used
+    return with_used(log.config, log.used)
+
+
+def with_used(config: RunConfig, used: Mapping[str, Choice]) -> RunConfig:
+    """`config` with its settings replaced by what was used of them."""
     words = ("attention", "compile", "loss", "dtype", "parallelism")
     changes: dict[str, Any] = {key: used[key].used for key in words if key in used}
     changes |= {key: is_on(used[key]) for key in ("cuda_graphs", "tf32", "fp8") if key in used}
     kernels = {key: used[key].used for key in KernelsConfig.model_fields if key in used}
-    changes["kernels"] = log.config.kernels.model_copy(update=kernels)
-    return log.config.model_copy(update=changes)
+    changes["kernels"] = config.kernels.model_copy(update=kernels)
+    return config.model_copy(update=changes)
 
 
 def observe(logs: Sequence[RunLog], ceilings: Sequence[Ceilings] = ()) -> list[Observation]:

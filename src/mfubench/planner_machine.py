@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from mfubench.calibration import Calibration, shipped_calibration
 from mfubench.config import ConfigError, ModelConfig, Parallelism
 from mfubench.hardware import find_gpu
 from mfubench.memory import estimate_memory
 from mfubench.planner import Design, PlanConfig, require_positive
-from mfubench.planner_search import build_model, search, shapes, widths
+from mfubench.planner_search import build_model, search
 from mfubench.predict import Prediction, plan_run, predict
 
 TOKENS_PER_STEP = 2**19  # of the runs that are priced: half a million, as is usual at 1-2B parameters
@@ -56,8 +57,8 @@ class Machine:
         return settings if self.parallelism is None else {**settings, "parallelism": self.parallelism}
 
     def fits(self, plan: PlanConfig, models: ModelConfig) -> Any:
-        """Whether models (one or a grid) train on these cards with a micro-batch of one sequence."""
-        any_model = build_model(shapes(plan, (plan.hidden_sizes or widths())[0]), 0)
+        """Which models of a grid (`shapes`, not an empty one) train on these cards with a micro-batch of one sequence."""
+        any_model = build_model(cast(SimpleNamespace, models), 0)
         prediction = self.predict(any_model, plan.seq_len)  # its config has `auto` resolved for this card
         config = prediction.config.model_copy(update={"micro_batch_size": 1})
         capacity = prediction.memory_capacity_gib

@@ -29,7 +29,7 @@ class PlannedMachine(Strict):
     gpus: int = Field(8, ge=1)
     parallelism: Parallelism | None = None
     mfu: float | None = Field(None, gt=0, le=1, description="of the dense peak, palm; null: predicted")
-    price_per_gpu_hour: float | None = Field(None, ge=0)
+    price_per_gpu_hour: float | None = Field(None, gt=0)
 
 
 class PlanRequest(Strict):

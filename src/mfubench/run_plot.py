@@ -10,12 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from mfubench.analysis.figures.style import DPI, LIGHT, Theme, plain_axes, titled_figure
+from mfubench.analysis.figures.style import DPI, LIGHT, Theme, plain_axes, shade_unmeasured, titled_figure
 from mfubench.config import ConfigError
 from mfubench.run_log import RunLog
 from mfubench.train.progress import palm_mfu_of
 
-UNMEASURED = ("preheat", "compile", "warmup")
 Value = float | None
 
 
@@ -63,9 +62,7 @@ def draw_series(axes: Axes, title: str, log: RunLog, values: Sequence[Value], th
 def prepare_panel(axes: Axes, title: str, log: RunLog, theme: Theme) -> None:
     plain_axes(axes, "y")
     axes.set_title(title, loc="left")
-    unmeasured = [step.step + 1 for step in log.steps if step.phase in UNMEASURED]
-    if unmeasured:
-        axes.axvspan(min(unmeasured) - 0.5, max(unmeasured) + 0.5, color=theme.band, lw=0, zorder=0)
+    shade_unmeasured(axes, log.steps, color=theme.band, lw=0)
     for resume in log.resumes:
         axes.axvline(resume.step + 0.5, color=theme.muted, lw=0.8, ls=":")
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))

@@ -137,9 +137,8 @@ def elementwise_bytes_by_group(config: RunConfig) -> dict[str, float]:
     norm_forward = 4 * hidden  # read stream and branch, write stream and normed
     # read gradient, stream, gradient of the stream; write both onward (own kernel: one tensor for both)
     norm_backward = (4 if "norm" in own else 5) * hidden
-    # q and k; backward the gradient of v too, which takes its place beside theirs: without RoPE that alone, unless
-    # attention writes the three so. Own kernel: v as well where it does not overwrite its input, and all but v alone
-    # where it overwrites the gradients.
+    # Forward q and k. Backward the gradient of v as well, which is copied beside theirs, unless attention writes the
+    # three side by side. The own kernel also moves v where it cannot work in place; where it can, q and k alone.
     rotated, with_value = 2 * (q_width + kv_width), 2 * (q_width + 2 * kv_width)
     if m.position == "rope":
         rope, rope_backward = rotated, with_value
@@ -333,7 +332,8 @@ def lost_to_communication(config: RunConfig, rates: Rates, forward_s: float, bac
     ddp: all-reduce behind the last backward pass. zero1: reduce-scatter behind it, all-gather of the weights after
     the optimizer, in the open. fsdp: weights gathered behind the first forward pass and gradients scattered behind
     the last backward pass, or, where memory does not keep them, both in every micro-step. What is left over is waited
-    for, and what is hidden slows the kernels it hides behind.
+    for, and what is hidden slows the kernels it hides behind. fsdp also copies, which nothing hides: gathered weights
+    into their places, whole gradients into the buffer that is scattered, cast to the dtype of the reduction.
     """
     if config.world_size == 1:
         return 0.0
@@ -351,10 +351,15 @@ def lost_to_communication(config: RunConfig, rates: Rates, forward_s: float, bac
     if config.parallelism == "zero1":
         return lost(scatter, backward_s, LAST_BUCKET) + gather
     block = 1 / config.model.num_hidden_layers  # the first gather and the last scatter
-    if fsdp_keeps_weights(config, parameters, rates.memory_gib):
-        return lost(gather, forward_s, block) + lost(scatter, backward_s, block)
-    a_micro_step = lost(gather, forward_s, block) + lost(gather + scatter, backward_s, block)
-    return config.gradient_accumulation_steps * a_micro_step
+    keeps = fsdp_keeps_weights(config, parameters, rates.memory_gib)
+    summed = keeps and config.gradient_accumulation_steps > 1
+    of_gradient = (GRADIENT_BYTES if summed else ELEMENT_BYTES[config.dtype]) + reduced_bytes(config)
+    into_place, into_buffer = (size / (rates.bandwidth_gb_s * 1e9) for size in (2 * weights, parameters * of_gradient))
+    forward, backward = lost(gather, forward_s, block) + into_place, lost(scatter, backward_s, block) + into_buffer
+    if keeps:
+        return forward + backward
+    backward = lost(gather + scatter, backward_s, block) + into_place + into_buffer
+    return config.gradient_accumulation_steps * (forward + backward)
 
 
 def reduced_bytes(config: RunConfig) -> int:

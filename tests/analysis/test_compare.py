@@ -14,7 +14,7 @@ from mfubench.analysis.compare import compare_studies
 from mfubench.analysis.compare_table import print_comparison
 from mfubench.cli import app
 from mfubench.config import ConfigError
-from mfubench.run_log import read_run_log, write_run_log
+from mfubench.run_log import read_run_log, write_json, write_run_log
 
 REGRESSION, NOTHING_COMPARED = 3, 4
 
@@ -64,6 +64,13 @@ def test_a_case_that_no_longer_ends_well_is_broken(gpu_study: Path, changed_stud
     assert "loss not finite" in (change.reason or "")
 
 
+def test_a_case_whose_repeat_died_without_a_log_is_broken(gpu_study: Path, changed_study: Path):
+    (changed_study / "runs" / "tiers" / "tier1-repeat1.json").unlink()
+    write_json(changed_study / "work" / "tiers" / "tier1-repeat1" / "failure.json", {"reason": "killed by signal 9"})
+    (change,) = compare_studies(gpu_study, changed_study, 0.02).regressions
+    assert (change.case, change.verdict, change.reason) == ("tiers/tier1", "broken", "killed by signal 9")
+
+
 def test_cases_of_one_study_alone_and_other_settings(gpu_study: Path, changed_study: Path):
     (changed_study / "runs" / "tiers" / "tier3.json").unlink()
     path = changed_study / "runs" / "ablations" / "4.1-sdpa.json"
@@ -101,14 +108,34 @@ def test_command_line(gpu_study: Path, changed_study: Path):
         runner.invoke(app, ["compare", str(gpu_study), str(gpu_study), "--threshold", "2"], catch_exceptions=False)
 
 
-def test_a_narrow_terminal_keeps_names_and_verdicts_whole(gpu_study: Path, next_week: Path):
-    comparison = compare_studies(gpu_study, next_week, 0.02)
-    for width, shows_mfu in ((100, False), (160, True)):
-        console = Console(width=width, record=True, file=io.StringIO())
-        print_comparison(comparison, console)
-        shown = console.export_text()
-        assert "ablations/4.2-bfloat16-control" in shown and "no difference" in shown
-        assert ("MFU (palm)" in shown) is shows_mfu
+def shown(first: Path, second: Path, width: int) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    print_comparison(compare_studies(first, second, 0.02), console)
+    return console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        (60, {"95 % interval", "second", "MFU (palm)"}),
+        (80, {"second", "MFU (palm)"}),
+        (100, {"MFU (palm)"}),
+        (160, set()),
+    ],
+)
+def test_a_narrow_terminal_keeps_names_and_verdicts_whole(
+    gpu_study: Path, next_week: Path, width: int, left_out: set[str]
+):
+    lines = shown(gpu_study, next_week, width).splitlines()
+    (titles,) = [line for line in lines if line.startswith("case ")]
+    assert {title for title in ("95 % interval", "second", "MFU (palm)") if title not in titles} == left_out
+    (row,) = [line for line in lines if line.startswith("ablations/4.2-bfloat16-control ")]
+    assert "no difference" in row
+
+
+def test_rates_are_told_in_the_unit_of_the_device(gpu_study: Path, cpu_study: Path):
+    assert "Rates in tokens/s/GPU." in shown(gpu_study, gpu_study, 100)
+    assert "Rates in tokens/s/process." in shown(cpu_study, cpu_study, 100)
 
 
 def test_studies_without_a_common_case_are_not_without_regression(gpu_study: Path, changed_study: Path):

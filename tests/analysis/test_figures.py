@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 from analysis.example_study import make_gpu_log, write_memory_search
+from factories import make_run_log
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from PIL import Image
 
 from mfubench.analysis.figures.style import DARK, LIGHT, MARKERS, Theme, machine_label, per_gpu, png
 from mfubench.analysis.findings import Findings
+from mfubench.analysis.measures import measure
 from mfubench.run_log import read_run_log, write_run_log
 from mfubench.run_plot import draw as draw_run
 
@@ -172,6 +176,46 @@ def test_axes_say_that_they_do_not_start_at_0_only_where_it_is_true(gpu: Finding
     found = noisy(cpu_study, tmp_path, 8.0)
     (axes,) = drawn(found, "ladder").axes
     assert axes.get_ylim()[0] <= 0 and "start at 0" not in " ".join(texts(found, "ladder").split())
+
+
+def test_the_scaling_axis_says_that_it_does_not_start_at_0_only_where_it_is_true(
+    gpu: Findings, cpu_study: Path, tmp_path: Path
+):
+    assert "axis does not start at 0" in texts(gpu, "scaling")
+    found = noisy(cpu_study, tmp_path, 8.0)
+    assert drawn(found, "scaling").axes[0].get_ylim()[0] == 0
+    assert "start at 0" not in texts(found, "scaling")
+
+
+def shaded(axes: Axes) -> list[tuple[float, float]]:
+    """Ends of the spans over steps."""
+    spans = [patch for patch in axes.patches if isinstance(patch, Rectangle) and patch.zorder == 0]
+    return [(span.get_x(), span.get_x() + span.get_width()) for span in spans]
+
+
+def test_the_measured_steps_before_a_resume_are_not_shaded(changed_study: Path):
+    """20 steps of a first process and those of a second, each with one that compiles and its warm-up."""
+    before, after = make_run_log(name="tiers/tier3", step_count=20), make_run_log(name="tiers/tier3", first_step=20)
+    log = after.model_copy(update={"steps": before.steps + after.steps, "rank_step_times_s": []})
+    warm = sum(step.phase != "measured" for step in before.steps)
+    spans = [(0.5, warm + 0.5), (20.5, 20 + warm + 0.5)]
+    assert all(shaded(axes) == spans for axes in draw_run(log, LIGHT).axes)
+    write_run_log(changed_study / "runs" / "tiers" / "tier3.json", log)
+    panels = {axes.get_title(loc="left"): axes for axes in drawn(Findings.of(changed_study), "mfu_over_time").axes}
+    assert shaded(panels["tiers/tier3  (1)"]) == spans
+
+
+def test_crosses_are_the_outliers_of_the_table():
+    """One step 1.5 % slower than the rest, within the share below which nothing is an outlier, and one 4 %."""
+    log = make_run_log(max_iters=60)
+    for step in log.measured_steps():
+        step.step_time_s = 1.0 + 0.0001 * (step.step % 5)
+    log.steps[30].step_time_s, log.steps[40].step_time_s = 1.015, 1.04
+    judged = measure(log, None)
+    axes = Figure().subplots()
+    module("mfu_over_time").draw_steps(axes, "tiers/tier3", judged, True, LIGHT)
+    (crosses,) = [line for line in axes.lines if line.get_marker() == "x"]
+    assert list(crosses.get_xdata()) == [41] and judged.stability.outliers == 1
 
 
 @pytest.mark.parametrize("stretched", [0.6, 0.1], ids=["within", "beyond"])

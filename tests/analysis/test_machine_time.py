@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from factories import make_run_config, make_run_log, make_steps
 
-from mfubench.analysis.machine_time import ENDS, PARTS, machine_time, own_phases, parts_of_run
+from mfubench.analysis.machine_time import ENDS, PARTS, machine_time, parts_of_run
+from mfubench.audit.run_numbers import own_phases
 from mfubench.run_log import Phase, RunLog
 
 TIMES = Path(__file__).with_name("times_2xh200.json")

@@ -40,6 +40,23 @@ def test_float32_is_judged_against_its_own_peak():
     assert judged.peak is not None and (judged.peak.dtype, judged.peak.tflops) == ("tf32", 494.7)
 
 
+def test_mamfu_is_of_the_runs_own_arithmetic(tmp_path):
+    """A float8 run has none: no float8 matmul is measured."""
+    write_ceilings(tmp_path, "cuda", "NVIDIA H100 80GB HBM3", {"bf16": 731.0, "tf32": 402.0, "fp32": 52.0})
+    ceilings = read_ceilings(tmp_path / "ceilings.json")
+    for settings, tflops in (({}, 731.0), ({"dtype": "float32"}, 402.0), ({"dtype": "float32", "tf32": False}, 52.0)):
+        judged = measure(make_run_log(**settings), ceilings)
+        measured = judged.mfu["causal"].median * judged.peak.tflops / judged.mfu["mamfu"].median
+        assert measured == pytest.approx(tflops)
+    assert "mamfu" not in measure(make_run_log(fp8=True), ceilings).mfu
+
+
+def test_mamfu_of_a_process_is_of_its_share_of_the_threads(tmp_path):
+    write_ceilings(tmp_path, "cpu", "AMD EPYC 7B13", {"fp32": 0.35})  # by two threads, of which each rank has one
+    judged = measure(make_run_log(device="cpu", world_size=2), read_ceilings(tmp_path / "ceilings.json"))
+    assert judged.mfu["mamfu"].median == pytest.approx(judged.mfu["causal"].median)
+
+
 def test_an_unknown_card_costs_the_mfu_and_says_why():
     judged = measure(make_run_log(gpu_name="NVIDIA Z999"), None)
     assert judged.mfu == {} and judged.headline_mfu is None

@@ -128,7 +128,12 @@ def test_the_answer_comes_with_its_command(page: Page):
 
 def test_contradictions_are_shown_with_their_arithmetic(page: Page):
     assert "180,000 tokens/s" in page.words and "8.78" in page.words
-    assert "more than there is" in page.words
+    assert "more than they can do" in page.words
+
+
+def test_every_ratio_has_its_name_in_full(page: Page):
+    for ratio in ("model", "hardware", "maximum achievable matmul"):
+        assert f"{ratio} FLOPs utilisation" in page.words
 
 
 def test_no_difference_skips_and_fallbacks_are_told(page: Page):

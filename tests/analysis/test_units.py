@@ -3,7 +3,7 @@
 import pytest
 
 from mfubench.analysis.statistics import Difference, Interval
-from mfubench.analysis.units import TOO_NOISY, format_difference, format_interval
+from mfubench.analysis.units import TOO_NOISY, format_difference, format_interval, format_rate
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,11 @@ from mfubench.analysis.units import TOO_NOISY, format_difference, format_interva
 )
 def test_an_interval_that_says_nothing_is_not_spelled_out(low, high, text):
     assert format_interval(Interval(low, high)) == text
+
+
+def test_digits_of_a_rate():
+    rates = {0.5: "0.5", 87.34: "87.3", 1_236: "1,240", 73_449: "73,400", 123_456: "123,500", 1_234_567: "1,234,600"}
+    assert {rate: format_rate(rate) for rate in rates} == rates
 
 
 def test_a_difference_in_words():

@@ -73,7 +73,7 @@ class Candidate:
 
     @property
     def impossible_mfu(self) -> float | None:
-        """MFU (palm) of more than there is; None of a possible one.
+        """MFU (palm) above 100 % of the peak; None of a possible one.
 
         By the palm convention a long context may honestly have more than a datasheet's peak: causal kernels skip half
         of its attention.
@@ -113,7 +113,7 @@ class Answer:
         elif noisy > len(others) / 2:
             reasons.append(f"is too noisy to be compared with {noisy} of {len(others)} other settings")
         if (mfu := self.fastest.impossible_mfu) is not None:
-            reasons.append(f"has an MFU of {format_percent(mfu)}, more than there is")
+            reasons.append(f"has an MFU of {format_percent(mfu)}, which no run can reach")
         return " and ".join(reasons) or None
 
     def words_of_others(self, noisy: int) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mfubench.analysis.effects import differing_settings, processes, settings_that_ran
+from mfubench.analysis.effects import differing_settings, processes, spread_between_processes
 from mfubench.analysis.measures import Measures, measure
-from mfubench.analysis.statistics import Difference, ProcessSpread, difference, process_spread
+from mfubench.analysis.statistics import Difference, ProcessSpread, difference
 from mfubench.analysis.study import Study, base_name, load_study, machine_of
-from mfubench.analysis.units import tells_nothing
+from mfubench.analysis.units import rate_unit, tells_nothing
 
 Verdict = Literal[
     "regression",
@@ -42,7 +41,7 @@ class Side:
 
 @dataclass(frozen=True)
 class CaseChange:
-    """One case in both studies; rates in tokens/s/GPU, MFU by the palm convention."""
+    """One case in both studies; rates in tokens/s/GPU, of a CPU per process; MFU by the palm convention."""
 
     case: str
     verdict: Verdict
@@ -63,6 +62,7 @@ class StudyComparison:
     second: str
     threshold: float
     machines: tuple[str, str]
+    units: tuple[str, str]  # of their rates
     changes: list[CaseChange]
     spread: ProcessSpread | None  # of both studies together
 
@@ -93,7 +93,7 @@ def compare_studies(first: Path | str, second: Path | str, threshold: float) -> 
     Raises ConfigError as `load_study` does.
     """
     before, after = Side.of(first), Side.of(second)
-    spread = joint_spread([before.measures, after.measures])
+    spread = spread_between_processes(before.measures, after.measures)
     names = dict.fromkeys(base_name(name) for name in [*before.measures, *after.measures, *after.study.failures])
     changes = [compare_case(before, after, name, threshold, spread) for name in names]
     return StudyComparison(
@@ -101,6 +101,7 @@ def compare_studies(first: Path | str, second: Path | str, threshold: float) -> 
         second=str(second),
         threshold=threshold,
         machines=(machine_words(before), machine_words(after)),
+        units=(unit_of(before), unit_of(after)),
         changes=[change for change in changes if change.verdict == "broken" or not change.case.startswith("smoke/")],
         spread=spread,
     )
@@ -110,15 +111,9 @@ def machine_words(side: Side) -> str:
     return machine_of(side.study.environment) if side.study.environment else "no run yet"
 
 
-def joint_spread(studies: list[dict[str, Measures]]) -> ProcessSpread | None:
-    """Spread between processes of one study each: what changed from study to study must not count as spread."""
-    groups: dict[tuple[int, str], list[float]] = {}
-    for number, measures in enumerate(studies):
-        for judged in measures.values():
-            if judged.log.status == "ok" and judged.tokens_per_s_per_gpu and judged.log.config.stage != "smoke":
-                key = (number, json.dumps(settings_that_ran(judged.log), sort_keys=True))
-                groups.setdefault(key, []).append(judged.tokens_per_s_per_gpu.median)
-    return process_spread(list(groups.values()))
+def unit_of(side: Side) -> str:
+    environment = side.study.environment
+    return rate_unit(environment.device if environment else "cuda")
 
 
 def compare_case(before: Side, after: Side, name: str, threshold: float, spread: ProcessSpread | None) -> CaseChange:
@@ -149,8 +144,9 @@ def verdict_of(
         failed = [log for log in ended_after.values() if log.status != "ok"]
         if failed:
             return "broken", f"ended as {failed[0].status}: {failed[0].reason or 'no reason recorded'}"
-        if name in after.study.failures:
-            return "broken", after.study.failures[name].reason
+        for key, failure in after.study.failures.items():
+            if base_name(key) == name:
+                return "broken", failure.reason
     if not ended_before or not ended_after:
         return "only in one", "not in the first study" if not ended_before else "not in the second study"
     old, new = (next(iter(logs.values())).config.model for logs in (ended_before, ended_after))

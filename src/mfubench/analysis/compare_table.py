@@ -11,8 +11,9 @@ from mfubench.analysis.compare import CaseChange, StudyComparison
 from mfubench.analysis.statistics import CARD_SPREAD
 from mfubench.analysis.units import format_gib, format_interval, format_percent, format_rate, format_signed_percent
 
-WIDE = 110  # columns of a terminal that shows all
-BESIDE = ("MFU (palm)", "memory")  # what a narrow one leaves out, so that names and verdicts stay whole
+# Columns of a terminal from which on each of these is shown: a narrow one leaves them out, so that names stay whole and
+# verdicts readable. The verdict knows the interval, and the first rate and its change tell the second.
+SHOWN_FROM = {"95 % interval": 80, "second": 90, "MFU (palm)": 125, "memory": 125}
 STYLES = {"regression": "bold red", "broken": "bold red", "slower": "yellow", "faster": "green"}
 
 
@@ -21,22 +22,9 @@ def print_comparison(comparison: StudyComparison, console: Console | None = None
     console = console or Console()
     console.print(f"first:  {comparison.first} — {comparison.machines[0]}", highlight=False)
     console.print(f"second: {comparison.second} — {comparison.machines[1]}", highlight=False)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    titles = ["case", "first", "second", "change", "95 % interval", "verdict"]
-    wide = console.width >= WIDE
-    if wide:
-        titles[-1:-1] = BESIDE
-    for title in titles:
-        table.add_column(
-            title,
-            justify="left" if title in ("case", "verdict") else "right",
-            overflow="fold" if title == "case" else "ellipsis",  # names stay whole
-        )
-    for change in comparison.changes:
-        if change.verdict != "only in one":
-            table.add_row(*row_of(change, wide), style=STYLES.get(change.verdict))
-    if table.row_count:
-        console.print(table)
+    in_both = [change for change in comparison.changes if change.verdict != "only in one"]
+    if in_both:
+        console.print(table_of(in_both, console.width))
     for side in ("not in the first study", "not in the second study"):
         if names := [change.case for change in comparison.changes if change.reason == side]:
             console.print(f"{side}: {', '.join(names)}", highlight=False)
@@ -53,6 +41,19 @@ def print_comparison(comparison: StudyComparison, console: Console | None = None
     console.print(verdict, style="bold red" if worse else "bold green", highlight=False)
 
 
+def table_of(changes: list[CaseChange], width: int) -> Table:
+    """One row a case, for a terminal of so many columns."""
+    rows = [cells_of(change) for change in changes]
+    shown = [title for title in rows[0] if width >= SHOWN_FROM.get(title, 0)]
+    table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=width < SHOWN_FROM["second"])
+    for title in shown:
+        in_words = title in ("case", "verdict")
+        table.add_column(title, justify="left" if in_words else "right", no_wrap=title != "verdict")
+    for change, row in zip(changes, rows, strict=True):
+        table.add_row(*(row[title] for title in shown), style=STYLES.get(change.verdict))
+    return table
+
+
 def why_nothing(comparison: StudyComparison) -> str:
     found = Counter(change.verdict for change in comparison.changes)
     if found["too noisy"]:
@@ -62,25 +63,23 @@ def why_nothing(comparison: StudyComparison) -> str:
     return "no case was measured in both studies"
 
 
-def row_of(change: CaseChange, wide: bool) -> list[str]:
+def cells_of(change: CaseChange) -> dict[str, str]:
+    """A case's row by the titles of the columns."""
     measured = change.difference
-    beside = [
-        f"{format_percent(change.before_mfu)} → {format_percent(change.after_mfu)}",
-        f"{format_gib(change.before_memory_gib)} → {format_gib(change.after_memory_gib)}",
-    ]
-    return [
-        change.case,
-        format_rate(change.before) if change.before else "–",
-        format_rate(change.after) if change.after else "–",
-        format_signed_percent(measured.change) if measured else "–",
-        format_interval(measured.interval) if measured else "–",
-        *(beside if wide else []),
-        change.verdict + (f": {change.reason}" if change.reason else ""),
-    ]
+    return {
+        "case": change.case,
+        "first": format_rate(change.before) if change.before else "–",
+        "second": format_rate(change.after) if change.after else "–",
+        "change": format_signed_percent(measured.change) if measured else "–",
+        "95 % interval": format_interval(measured.interval) if measured else "–",
+        "MFU (palm)": f"{format_percent(change.before_mfu)} → {format_percent(change.after_mfu)}",
+        "memory": f"{format_gib(change.before_memory_gib)} → {format_gib(change.after_memory_gib)}",
+        "verdict": change.verdict + (f": {change.reason}" if change.reason else ""),
+    }
 
 
 def basis_of(comparison: StudyComparison) -> str:
-    rates = "Rates in tokens/s/GPU."
+    rates = f"Rates in {' and '.join(dict.fromkeys(comparison.units))}."
     if comparison.spread is None:
         known = format_percent(CARD_SPREAD.log_deviation, 2)
         return (

@@ -16,7 +16,7 @@ POINT_TOLERANCE = 0.05  # "~180K" stands for 5 % to either side
 EFFECT_TOLERANCE = 0.03  # rounding of the figures that an effect is computed from
 
 Kind = Literal["impossible", "contradicts itself", "effect differs from the table", "documents differ"]
-Interval2 = tuple[float, float]
+Range = tuple[float, float]  # its lower and upper end
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Contradiction:
     source: str
 
 
-def implied_mfu(expectations: Expectations, item: Expectation) -> Interval2 | None:
+def implied_mfu(expectations: Expectations, item: Expectation) -> Range | None:
     """MFU (palm, dense bf16 peak) that an expectation's tokens/s, or its tokens and hours, stand for."""
     if item.tokens_per_s is not None:
         rates = item.tokens_per_s
@@ -67,7 +67,7 @@ def fault_of_figure(expectations: Expectations, item: Expectation) -> Contradict
     subject = f"{item.case or 'no case'} on {machine.world_size}× {machine.card}"
     if implied[1] > 1:
         note = f" ({item.note})" if item.note else ""
-        verdict = "more than there is" if implied[0] > 1 else "its faster end is more than there is"
+        verdict = "more than they can do" if implied[0] > 1 else "its faster end is more than they can do"
         return Contradiction("impossible", subject, f"{means}: {verdict}{note}", item.source)
     if item.mfu is not None and apart(widened(implied), item.mfu):
         statement = f"{means}, but {format_share(item.mfu)} is stated beside it"
@@ -95,9 +95,9 @@ def fault_of_effect(expectations: Expectations, effect: ExpectedEffect) -> Contr
     return Contradiction("effect differs from the table", effect.name, statement, effect.source)
 
 
-def primary_range(expectations: Expectations, case: str, quantity: Quantity) -> Interval2 | None:
+def primary_range(expectations: Expectations, case: str, quantity: Quantity) -> Range | None:
     for item in expectations.of_case(case):
-        stated: Interval2 | None = getattr(item, quantity)
+        stated: Range | None = getattr(item, quantity)
         if item.rank == "primary" and stated is not None:
             return stated
     return None
@@ -126,19 +126,19 @@ def faults_between_documents(expectations: Expectations) -> list[Contradiction]:
     return found
 
 
-def widened(stated: Interval2) -> Interval2:
+def widened(stated: Range) -> Range:
     """A single figure ("~180K") as the range it stands for."""
     if stated[0] == stated[1]:
         return (stated[0] * (1 - POINT_TOLERANCE), stated[1] * (1 + POINT_TOLERANCE))
     return stated
 
 
-def apart(first: Interval2, second: Interval2, touching: bool = False) -> bool:
+def apart(first: Range, second: Range, touching: bool = False) -> bool:
     """Two ranges have nothing in common (or, with `touching`, no more than an end point)."""
     if touching:
         return first[1] <= second[0] or second[1] <= first[0]
     return first[1] < second[0] or second[1] < first[0]
 
 
-def format_change(change: Interval2) -> str:
+def format_change(change: Range) -> str:
     return format_range(change, lambda value: f"{100 * value:+.3g}", "%")

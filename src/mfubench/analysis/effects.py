@@ -79,13 +79,18 @@ def differing_settings(control: RunLog, arm: RunLog) -> dict[str, tuple[Any, Any
     return {key: (left[key], right[key]) for key in left if key in right and left[key] != right[key]}
 
 
-def spread_between_processes(measures: dict[str, Measures]) -> ProcessSpread | None:
-    """Spread of identical runs on this machine: repeats, and cases of other names that turn out the same."""
-    groups: dict[str, list[float]] = {}
-    for judged in measures.values():
-        if judged.log.status == "ok" and judged.tokens_per_s_per_gpu is not None and judged.log.config.stage != "smoke":
-            key = json.dumps(settings_that_ran(judged.log), sort_keys=True)
-            groups.setdefault(key, []).append(judged.tokens_per_s_per_gpu.median)
+def spread_between_processes(*studies: dict[str, Measures]) -> ProcessSpread | None:
+    """Spread of identical runs on this machine: repeats, and cases of other names that turn out the same.
+
+    Of several studies runs are identical within one alone: what changed from study to study is no spread.
+    """
+    groups: dict[tuple[int, str], list[float]] = {}
+    for number, measures in enumerate(studies):
+        for judged in measures.values():
+            rate = judged.tokens_per_s_per_gpu
+            if judged.log.status == "ok" and rate is not None and judged.log.config.stage != "smoke":
+                key = (number, json.dumps(settings_that_ran(judged.log), sort_keys=True))
+                groups.setdefault(key, []).append(rate.median)
     return process_spread(list(groups.values()))
 
 

@@ -9,10 +9,9 @@ from mfubench.analysis.units import format_bytes, format_tflops
 from mfubench.ceilings.schema import Ceilings
 from mfubench.config import RunConfig
 from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
-from mfubench.hardware import ARITHMETIC, is_on
+from mfubench.hardware import arithmetic_of_run, rank_share
 from mfubench.measured_runs import as_run
 from mfubench.memory import ELEMENT_BYTES
-from mfubench.run_log import RunLog
 from mfubench.step_model import (
     accumulation_bytes,
     chunk_sum_bytes,
@@ -45,18 +44,6 @@ class Ideals:
         return self.peak_matmul_s + self.peak_attention_s
 
 
-def matmul_arithmetic(log: RunLog) -> str:
-    if is_on(log.used["fp8"]):
-        return "fp8"
-    arithmetic = ARITHMETIC.get(log.used["dtype"].used, "")
-    return "tf32" if arithmetic == "fp32" and is_on(log.used["tf32"]) else arithmetic
-
-
-def rank_share(log: RunLog, ceilings: Ceilings) -> float:
-    """A rank's part of the measured arithmetic: of several on a CPU each has some of the threads measured with."""
-    return log.environment.cpu_threads / ceilings.threads if ceilings.device == "cpu" else 1.0
-
-
 def tokens_of(config: RunConfig) -> int:
     """Tokens a step on one GPU."""
     return config.tokens_per_step // config.world_size
@@ -80,7 +67,7 @@ def ideals_of(judged: Measures, ceilings: Ceilings | None) -> Ideals:
     )
     if ceilings is None or ceilings.device != log.environment.device:
         return ideals
-    recomputed = add_arithmetic(ideals, config, terms, ceilings, matmul_arithmetic(log), rank_share(log, ceilings))
+    recomputed = add_arithmetic(ideals, config, terms, ceilings, arithmetic_of_run(log), rank_share(log, ceilings))
     if ceilings.copy_rate is not None:
         add_memory_traffic(ideals, config, ceilings.copy_rate.gb_s)
         add_epilogues(ideals, config, ceilings.copy_rate.gb_s)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from mfubench.audit.run_numbers import own_steps
-from mfubench.run_log import Phase, RunLog
+from mfubench.audit.run_numbers import own_phases, own_steps
+from mfubench.run_log import RunLog
 
 MEASURED: Final = "measured"
 ENDS: Final = "ends"
@@ -110,15 +110,6 @@ def parts_of_run(log: RunLog) -> dict[str, int]:
         parts[PART_OF_PHASE[phase.kind]] += nanoseconds(phase.time_s)
     parts[ENDS] = clock_of_run(log) - sum(parts.values())
     return parts
-
-
-def own_phases(log: RunLog) -> list[Phase]:
-    """Phases of the run's last process; a process that resumes begins with its setup, after the steps it found."""
-    if not log.resumes:
-        return log.phases
-    resumed = log.resumes[-1].step
-    starts = [i for i, phase in enumerate(log.phases) if phase.kind == "setup" and phase.after_step == resumed]
-    return log.phases[starts[-1] :] if starts else [phase for phase in log.phases if phase.after_step > resumed]
 
 
 def clock_of_run(log: RunLog) -> int:

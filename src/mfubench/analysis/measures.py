@@ -11,7 +11,7 @@ import numpy as np
 from mfubench.analysis.statistics import Interval, Quartiles, median_interval, quartiles
 from mfubench.config import ConfigError
 from mfubench.flops import CONVENTIONS, FlopTerms, executed_flops_per_token, flops_per_token
-from mfubench.hardware import ARITHMETIC, Peak, peak_for_run
+from mfubench.hardware import Peak, arithmetic_of_run, peak_for_run, rank_share
 from mfubench.memory_search import memory_gib, peak_memory_gib
 from mfubench.run_log import RunLog, Step
 
@@ -27,7 +27,7 @@ class Stability:
     """How even the steps of a run are."""
 
     spread: float  # (q3 - q1) / median of the step times
-    outliers: int  # steps far above the rest: beyond q3 + 3 (q3 - q1) and 2 % above the median
+    outliers: int  # steps far above the rest (`is_outlier`)
     steps: int
     slowest: float  # slowest step over the median
     rank_skew: float | None  # slowest rank's median step time over the fastest's, minus 1
@@ -138,13 +138,11 @@ def peak_of(log: RunLog, ceilings: Ceilings | None) -> tuple[Peak | None, str | 
 
 
 def matmul_ceiling(log: RunLog, ceilings: Ceilings | None) -> float | None:
-    """Matmul rate measured on this very machine in this run's arithmetic, TFLOP/s; None where it was not."""
+    """Matmul rate measured on this very machine in this run's arithmetic, TFLOP/s of a rank; None where it was not."""
     if ceilings is None or ceilings.device != log.environment.device:
         return None
-    dtype = ARITHMETIC.get(log.used["dtype"].used, "")
-    if dtype == "fp32" and log.used["tf32"].used == "true":
-        dtype = "tf32"
-    return ceilings.large_matmul_tflops(dtype)
+    rate = ceilings.large_matmul_tflops(arithmetic_of_run(log))
+    return rate * rank_share(log, ceilings) if rate is not None else None
 
 
 def final_loss(steps: Sequence[Step]) -> float | None:
@@ -155,20 +153,24 @@ def final_loss(steps: Sequence[Step]) -> float | None:
     return float(np.median([loss for loss in losses if loss is not None]))
 
 
+def is_outlier(step_time_s: float, times: Quartiles) -> bool:
+    """Whether a step is far above the rest, whose times these are: beyond q3 + 3 (q3 - q1) and 2 % above the median."""
+    return step_time_s > max(times.q3 + 3 * (times.q3 - times.q1), times.median * (1 + OUTLIER_SHARE))
+
+
 def stability_of(log: RunLog) -> Stability | None:
     """Evenness of the measured steps, by rank 0's clock, and of the ranks among themselves."""
     positions = [i for i, step in enumerate(log.steps) if step.phase == "measured"]
     times = quartiles([log.steps[i].step_time_s for i in positions])
     if times is None:
         return None
-    far = max(times.q3 + 3 * (times.q3 - times.q1), times.median * (1 + OUTLIER_SHARE))
     seconds = [log.steps[i].step_time_s for i in positions]
     ranks = [
         float(np.median([rank[i] for i in positions])) for rank in log.rank_step_times_s if len(rank) == len(log.steps)
     ]
     return Stability(
         spread=(times.q3 - times.q1) / times.median,
-        outliers=sum(second > far for second in seconds),
+        outliers=sum(is_outlier(second, times) for second in seconds),
         steps=len(seconds),
         slowest=max(seconds) / times.median,
         rank_skew=max(ranks) / min(ranks) - 1 if len(ranks) > 1 and min(ranks) > 0 else None,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mfubench.analysis.ideal import matmul_arithmetic, rank_share
 from mfubench.analysis.profiles import Profiled
 from mfubench.ceilings.schema import Ceilings, Product
+from mfubench.hardware import arithmetic_of_run, rank_share
 from mfubench.measured_runs import as_run
 from mfubench.run_log import RunLog
 from mfubench.step_model import micro_step_matmuls
@@ -69,7 +69,7 @@ def rates_alone(log: RunLog, ceilings: Ceilings) -> dict[tuple[str, Product], fl
     return {
         (one.name, one.product): one.tflops * rank_share(log, ceilings)
         for one in ceilings.matmuls
-        if one.model == log.config.model.name and one.arithmetic == matmul_arithmetic(log)
+        if one.model == log.config.model.name and one.arithmetic == arithmetic_of_run(log)
     }
 
 

@@ -10,28 +10,28 @@ from mfubench.analysis.ideal import Ideals, ideals_of
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.study import Study
 from mfubench.config import ConfigError
-from mfubench.profiling import categories as of
+from mfubench.profiling import categories
 from mfubench.profiling.breakdown import Breakdown, RankBreakdown, break_down
 from mfubench.profiling.trace_file import read_trace
 
 # Rows of a waterfall, in order: key, what it says on a GPU, what on a CPU, categories of the breakdown.
 ROWS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-    ("matmul", "matmuls", "matmuls", (of.MATMUL,)),
-    ("attention", "attention", "attention", (of.ATTENTION,)),
-    ("norm", "norms and residual sums", "norms and residual sums", (of.NORM, of.RESIDUAL)),
-    ("rope", "RoPE and head layout", "RoPE and head layout", (of.ROPE,)),
-    ("activation", "activation", "activation", (of.ACTIVATION,)),
-    ("embedding", "embedding", "embedding", (of.EMBEDDING,)),
-    ("loss", "loss", "loss", (of.LOSS,)),
-    ("accumulation", "gradient accumulation", "gradient accumulation", (of.ACCUMULATION,)),
-    ("optimizer", "optimizer and weight casts", "optimizer and weight casts", (of.OPTIMIZER, of.CAST)),
-    ("elementwise", "elementwise, purpose unknown", "elementwise, purpose unknown", (of.ELEMENTWISE,)),
-    ("other", "other kernels", "other operators", (of.OTHER,)),
-    ("communication", "communication, exposed", "communication, exposed", (of.COMMUNICATION,)),
-    ("copy", "copies and fills", "copies and fills", (of.COPY,)),
-    ("host", "gaps: the host was behind", "Python between operators", (of.HOST,)),
-    ("queue", "gaps between launched kernels", "nothing ran", (of.QUEUE,)),
-    ("data", "waiting for data", "waiting for data", (of.DATA,)),
+    ("matmul", "matmuls", "matmuls", (categories.MATMUL,)),
+    ("attention", "attention", "attention", (categories.ATTENTION,)),
+    ("norm", "norms and residual sums", "norms and residual sums", (categories.NORM, categories.RESIDUAL)),
+    ("rope", "RoPE and head layout", "RoPE and head layout", (categories.ROPE,)),
+    ("activation", "activation", "activation", (categories.ACTIVATION,)),
+    ("embedding", "embedding", "embedding", (categories.EMBEDDING,)),
+    ("loss", "loss", "loss", (categories.LOSS,)),
+    ("accumulation", "gradient accumulation", "gradient accumulation", (categories.ACCUMULATION,)),
+    ("optimizer", "optimizer and weight casts", "optimizer and weight casts", (categories.OPTIMIZER, categories.CAST)),
+    ("elementwise", "elementwise, purpose unknown", "elementwise, purpose unknown", (categories.ELEMENTWISE,)),
+    ("other", "other kernels", "other operators", (categories.OTHER,)),
+    ("communication", "communication, exposed", "communication, exposed", (categories.COMMUNICATION,)),
+    ("copy", "copies and fills", "copies and fills", (categories.COPY,)),
+    ("host", "gaps: the host was behind", "Python between operators", (categories.HOST,)),
+    ("queue", "gaps between launched kernels", "nothing ran", (categories.QUEUE,)),
+    ("data", "waiting for data", "waiting for data", (categories.DATA,)),
 )
 ELEMENTWISE_ROWS = ("norm", "rope", "activation", "embedding", "loss", "accumulation", "optimizer")
 UNNAMED_SHARE = 0.2  # of elementwise time: with more, its rows cannot be told apart

@@ -39,10 +39,6 @@ class Point:
     def tflops(self) -> float:
         return self.flops / self.time_s / 1e12
 
-    @property
-    def gb_s(self) -> float:
-        return self.bytes / self.time_s / 1e9
-
 
 def points_of(profiled: Profiled) -> list[Point]:
     """The groups of a profiled step whose FLOPs and bytes are known, in the order of the waterfall."""

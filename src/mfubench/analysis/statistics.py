@@ -2,8 +2,8 @@
 
 Two kinds of noise are kept apart. Within one process, steps follow one another and are autocorrelated, so the interval
 of their median comes from a block bootstrap. Between processes, allocation, clocks and placement differ, and no number
-of steps shows that: only repeats of whole processes do. Of a machine with none or few, what is known of other cards is
-believed: what another start of the same run may show is no difference.
+of steps shows that: only repeats of whole processes do. On a machine with few repeats or none, the spread known from
+other cards is assumed, so that what a mere rerun could show counts as no difference.
 """
 
 from __future__ import annotations

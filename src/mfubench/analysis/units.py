@@ -12,11 +12,15 @@ TOO_NOISY = "too noisy to tell"
 
 
 def format_rate(tokens_per_s: float) -> str:
-    """73,400 or 1,240 or 87.3: three digits and no more than are known."""
-    if tokens_per_s >= 1000:
-        digits = 3 if tokens_per_s >= 100_000 else 2 if tokens_per_s >= 10_000 else 1
-        return f"{round(tokens_per_s, -digits if tokens_per_s < 100_000 else -2):,.0f}"
-    return f"{tokens_per_s:,.3g}"
+    """87.3, 1,240 or 73,400, three digits; above them whole hundreds, 532,800."""
+    if tokens_per_s < 1000:
+        return f"{tokens_per_s:,.3g}"
+    return f"{round(tokens_per_s, -1 if tokens_per_s < 10_000 else -2):,.0f}"
+
+
+def rate_unit(device: str) -> str:
+    """The unit of a rank's rate: on a CPU a rank is a process."""
+    return "tokens/s/process" if device == "cpu" else "tokens/s/GPU"
 
 
 def format_percent(fraction: float | None, digits: int = 1) -> str:

@@ -1,4 +1,4 @@
-"""Settings that were faster per GPU on fewer GPUs than the fastest in all has, and that nobody ran on as many."""
+"""Settings that were faster per GPU than the fastest, on fewer GPUs than it had, and never ran on as many."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def hold_together(logs: Sequence[RunLog], verdicts: list[RunVerdict]) -> list[Ru
 
 
 def audit_main(argv: Sequence[str] | None = None) -> int:
-    """`audit_study.py --study-dir DIR --output FILE`: see `mfubench.audit.report.main`."""
+    """`audit_study.py --study-dir DIR --output FILE`: see `mfubench.audit.main.main`."""
     from mfubench.audit.main import main
 
     return main(argv)

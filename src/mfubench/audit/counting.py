@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mfubench.audit.findings import Finding, plural
+from mfubench.audit.findings import Finding, number_of, plural
 
 TOLERANCE = 0.015  # stated rates and times are rounded; a miscount is off by a whole factor
 
@@ -49,7 +49,7 @@ def count_micro_batches(
         return Count(A, 1.0)
     if near(counted, A):
         also = " (or leaves out the accumulation: the two factors are the same here)" if A == W else ""
-        why = f"{shown}, one {unit}'s {A} micro-steps instead of {W} x {A}{also}"
+        why = f"{shown}, one {unit}'s {number_of(A, 'micro-step')} instead of {W} x {A}{also}"
         return Count(A, W, (one_rank(W, why, 0.98),), True)
     if near(counted, W):
         sentence = f"{shown}, one for each {unit}, but a step accumulates {A} of them: the rate is {A} times too low"
@@ -103,7 +103,8 @@ def count_against_claim(
     findings.append(
         Finding(
             "accumulation_differs_from_banner",
-            f"{accumulation} micro-steps per {unit} are claimed, but {shown}: {per_gpu:.4g} per {unit} were done. "
+            f"{number_of(accumulation, 'micro-step')} per {unit} {'is' if accumulation == 1 else 'are'} claimed, but "
+            f"{shown}: {per_gpu:.4g} per {unit} were done. "
             f"With {accumulation}, the step would have computed {accumulation / per_gpu:.3g} times as much in its time",
             0.97,
             round(per_gpu, 3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -89,33 +90,51 @@ def check_mfu(run: ReportedRun, peak: Peak | None, rate: float | None, terms: Fl
         )
         return [Finding("flops_convention_unstated", sentence, 0.9)]
     if run.hardware_peak_tflops is not None:
-        return check_mfu_of_stated_peak(run, mfu, rate, terms)
+        return check_mfu_of_stated_peak(run, peak, mfu, rate, terms)
     if peak is None or rate is None:
         return []
     return check_implied_peak(run, peak, mfu, rate, terms)
 
 
 def check_mfu_of_stated_peak(
-    run: ReportedRun, mfu: float, rate: float | None, terms: FlopTerms | None
+    run: ReportedRun, peak: Peak | None, mfu: float, rate: float | None, terms: FlopTerms | None
 ) -> list[Finding]:
-    """With a stated peak the three figures must close by themselves, right or wrong as the peak may be."""
+    """With a stated peak the three figures must close by themselves, right or wrong as the peak may be.
+
+    The peak may be that of all cards or of one; so may the achieved FLOP/s, where they are stated.
+    """
     assert run.hardware_peak_tflops is not None
-    implied = mfu * run.hardware_peak_tflops  # TFLOP/s
-    achieved = run.achieved_tflops
-    if achieved is None and rate is not None:
-        candidates = flops_candidates(run, terms)
-        achieved = next(
-            (rate * flops / 1e12 for flops in candidates.values() if near(rate * flops / 1e12, implied)), None
-        )
-        achieved = achieved or rate * next(iter(candidates.values())) / 1e12
-    if achieved is None or near(implied, achieved) or near(implied * run.num_gpus, achieved):
+    if run.achieved_tflops is not None:
+        candidates = [run.achieved_tflops]
+    elif rate is not None:
+        candidates = [rate * flops / 1e12 for flops in flops_candidates(run, terms).values()]
+    else:
         return []
+    counts = tuple(dict.fromkeys((1, run.num_gpus)))  # how often the stated peak is taken
+    if any(near(mfu * run.hardware_peak_tflops * count, one) for count in counts for one in candidates):
+        return []
+    achieved = candidates[0]
+    count = times_taken(run, peak, mfu, achieved, counts)
+    total = run.hardware_peak_tflops * count
     sentence = (
-        f"MFU {run.mfu_percent:g} % of {run.hardware_peak_tflops:g} TFLOP/s is {implied:.4g} TFLOP/s, but the run's "
-        f"other figures give {achieved:.4g}: the MFU was divided by another peak, "
-        f"{achieved / mfu:.4g} TFLOP/s"
+        f"MFU {run.mfu_percent:g} % of {f'{count} x ' if count > 1 else ''}{run.hardware_peak_tflops:g} TFLOP/s is "
+        f"{mfu * total:.4g} TFLOP/s, but the run's other figures give {achieved:.4g}: the MFU was divided by another "
+        f"peak, {achieved / mfu:.4g} TFLOP/s"
     )
-    return [Finding("peak_is_wrong", sentence, 0.9, 100 * achieved / run.hardware_peak_tflops)]
+    return [Finding("peak_is_wrong", sentence, 0.9, 100 * achieved / total)]
+
+
+def times_taken(run: ReportedRun, peak: Peak | None, mfu: float, achieved_tflops: float, counts: Sequence[int]) -> int:
+    """How many stated peaks the achieved FLOP/s are to be divided by: as many as make the peak of all cards.
+
+    Where the card does not tell, or the achieved FLOP/s are stated and may be one card's: what is nearest to the MFU.
+    """
+    assert run.hardware_peak_tflops is not None
+    stated = run.hardware_peak_tflops
+    if peak is not None and run.achieved_tflops is None:
+        fitting = [count for count in counts if is_peak(stated * count, peak.tflops * run.num_gpus)]
+        counts = fitting or counts
+    return min(counts, key=lambda count: abs(math.log(mfu * stated * count / achieved_tflops)))
 
 
 def check_implied_peak(run: ReportedRun, peak: Peak, mfu: float, rate: float, terms: FlopTerms | None) -> list[Finding]:

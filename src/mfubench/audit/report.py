@@ -64,7 +64,7 @@ class AuditReport:
     def verdict(self) -> str:
         impossible = [run.name for run in self.runs if run.impossible]
         if impossible:
-            return f"verdict: IMPOSSIBLE numbers in {', '.join(impossible)} (--strict leaves with 1)"
+            return f"verdict: IMPOSSIBLE numbers in {', '.join(impossible)} (--strict exits with 1)"
         objected = [run.name for run in self.runs if run.findings]
         if objected:
             return f"verdict: possible, with objections to {', '.join(objected)}"

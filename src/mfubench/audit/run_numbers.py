@@ -13,8 +13,8 @@ from mfubench.audit.rates import CEILING_MARGIN, explain_parameters
 from mfubench.audit.series import check_series
 from mfubench.ceilings.schema import Ceilings
 from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
-from mfubench.hardware import ARITHMETIC, Peak, is_on
-from mfubench.run_log import RunLog, Step
+from mfubench.hardware import Peak
+from mfubench.run_log import Phase, RunLog, Step
 
 MEASURED_MARGIN = 0.05  # over the fastest matmul measured on the card: cards of one kind differ by 2.5 %
 FASTEST_MARGIN = 1.5  # single steps: so many times above the limit
@@ -30,6 +30,15 @@ def own_steps(log: RunLog) -> list[Step]:
     resumed = log.resumes[-1].step
     begins = max((i for i, step in enumerate(log.steps) if step.step == resumed), default=None)
     return log.steps[begins:] if begins is not None else [step for step in log.steps if step.step > resumed]
+
+
+def own_phases(log: RunLog) -> list[Phase]:
+    """Phases of the run's last process; a process that resumes begins with its setup, after the steps it found."""
+    if not log.resumes:
+        return log.phases
+    resumed = log.resumes[-1].step
+    starts = [i for i, phase in enumerate(log.phases) if phase.kind == "setup" and phase.after_step == resumed]
+    return log.phases[starts[-1] :] if starts else [phase for phase in log.phases if phase.after_step > resumed]
 
 
 def count_tokens(log: RunLog, unit: str) -> tuple[Count | None, list[Finding]]:
@@ -88,12 +97,15 @@ def check_wall(log: RunLog) -> list[Finding]:
 
 
 def check_time(log: RunLog, steps: list[Step]) -> list[Finding]:
-    """Steps and the phases between them must fill the training time: no more, and not much less."""
+    """Steps and the phases between them must fill the training time: no more, and not much less.
+
+    steps: of the run's last process, whose time this is; its phases are looked for here.
+    """
     assert log.wall is not None
     training_s = log.wall.training_s
     stepping_s = sum(step.step_time_s for step in steps)
     first, last = steps[0].step, steps[-1].step
-    phases = [phase for phase in log.phases if phase.kind != "setup"]
+    phases = [phase for phase in own_phases(log) if phase.kind != "setup"]
     between_s = sum(phase.time_s for phase in phases if first < phase.after_step < last)
     all_phases_s = sum(phase.time_s for phase in phases)
     if stepping_s + between_s > training_s * 1.01 + OVERLAP_S:
@@ -222,11 +234,3 @@ def check_parameters(log: RunLog) -> list[Finding]:
         sentence = f"the FLOP terms are not those of the model's dimensions ({listed}): every MFU from them is wrong"
         findings.append(Finding("parameters_differ", sentence, 0.98, f"{wrong[0]} = {wanted[wrong[0]]:,}"))
     return findings
-
-
-def arithmetic_of(log: RunLog) -> str:
-    """What the matmuls ran in, as the hardware rows name it."""
-    if is_on(log.used["fp8"]):
-        return "fp8"
-    arithmetic = ARITHMETIC.get(log.used["dtype"].used, log.used["dtype"].used)
-    return "tf32" if arithmetic == "fp32" and is_on(log.used["tf32"]) else arithmetic

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
+from mfubench.analysis.study import base_name
 from mfubench.audit.findings import Finding, RunVerdict, plural
 from mfubench.config import RunConfig
 from mfubench.run_log import RunLog
 
-REPEAT = re.compile(r"-repeat\d+$")
 # Settings of which the record says what was used: two runs that differ in these alone are arms of a comparison.
 RECORDED = ("attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8")
 NOT_COMPARED = ("name", "repeat", "seed", "measurement", "requires", "contrast_attention", "evaluation", "checkpoint")
@@ -30,7 +29,7 @@ def audit_study(logs: Sequence[RunLog]) -> dict[str, list[Finding]]:
     findings: dict[str, list[Finding]] = {}
     by_stage: dict[str, dict[str, RunLog]] = {}
     for log in filter(is_compared, logs):
-        by_stage.setdefault(log.config.stage, {}).setdefault(REPEAT.sub("", log.name), log)
+        by_stage.setdefault(log.config.stage, {}).setdefault(base_name(log.name), log)
     for cases in by_stage.values():
         for a, b in combinations(cases.values(), 2):
             for finding in (*check_contrast(a, b), *check_same_work(a, b)):
@@ -46,15 +45,15 @@ def is_compared(log: RunLog) -> bool:
     return log.status == "ok" and log.config.stage not in STAGES_WITHOUT_ARMS
 
 
-def differing_settings(a: RunConfig, b: RunConfig) -> set[str]:
-    """Keys of RunConfig in which two runs differ, but for names and what is not measured."""
+def differing_requests(a: RunConfig, b: RunConfig) -> set[str]:
+    """Keys of RunConfig in which two runs were to differ, but for names and what is not measured."""
     first, second = a.model_dump(mode="json"), b.model_dump(mode="json")
     return {key for key in first if key not in NOT_COMPARED and first[key] != second[key]}
 
 
 def check_contrast(a: RunLog, b: RunLog) -> list[Finding]:
     """Two arms that differ in recorded settings must differ in what was used, and attention arms in their kernels."""
-    differing = differing_settings(a.config, b.config) - {"compile_mode", "compile_backend"}
+    differing = differing_requests(a.config, b.config) - {"compile_mode", "compile_backend"}
     settings = differing & set(RECORDED)
     if not settings or differing - set(RECORDED):
         return []

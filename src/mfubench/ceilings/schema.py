@@ -130,13 +130,6 @@ class Ceilings(Record):
         seconds = sum(rate.flops * rate.calls_per_step / rate.tflops for rate in rates)
         return flops / seconds
 
-    def attention_tflops(self, model: str, backend: str) -> tuple[float | None, float | None]:
-        """(forward, forward and backward) causal TFLOP/s of one backend; None where it does not run."""
-        for rate in self.attention:
-            if rate.model == model and rate.backend == backend:
-                return rate.forward_tflops, rate.forward_backward_tflops
-        return None, None
-
 
 def read_ceilings(path: Path | str) -> Ceilings:
     """Read and validate ceilings.json. Raises ConfigError naming the file and what is wrong with it."""

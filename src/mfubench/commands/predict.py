@@ -17,7 +17,7 @@ def predict(
     micro_batch_size: Annotated[
         int | None,
         typer.Option(
-            help="Sequences per GPU; default: of those that surely fit the fastest, and within 1 % the smallest."
+            help="Sequences per GPU; default: of those certain to fit, the smallest within 1 % of the fastest."
         ),
     ] = None,
     gradient_accumulation_steps: Annotated[int, typer.Option(help="Micro-steps per GPU and step.")] = 8,

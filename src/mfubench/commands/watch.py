@@ -10,7 +10,7 @@ import typer
 
 def watch(
     run: Annotated[Path, typer.Argument(help="A run JSON, a run's work folder, or a study's folder: its latest run.")],
-    once: Annotated[bool, typer.Option("--once", help="Show the present state and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the present state and exit.")] = False,
     interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 1.0,
 ) -> None:
     """Last values, MFU and loss over time, power and clocks of the cards; ends with the run, or on Ctrl-C."""

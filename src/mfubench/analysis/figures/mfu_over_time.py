@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,17 +17,18 @@ from mfubench.analysis.figures.style import (
     per_gpu,
     plain_axes,
     run_plot,
+    shade_unmeasured,
     titled_figure,
 )
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.measures import Measures, mfu_factor
+from mfubench.analysis.measures import Measures, is_outlier, mfu_factor
 from mfubench.analysis.statistics import Quartiles
 from mfubench.analysis.units import format_rate
+from mfubench.run_log import Step
 
 TITLE = "Step by step: warm-up, drift, hiccups"
 MOST_PANELS = 9
 COLUMNS = 3
-UNMEASURED = ("preheat", "compile", "warmup")
 
 
 def draw(found: Findings, theme: Theme) -> Figure:
@@ -102,31 +103,30 @@ def draw_steps(axes: Axes, name: str, judged: Measures, with_mfu: bool, theme: T
     axes.spines["bottom"].set_visible(True)
     world_size = judged.log.config.world_size
     factor = factor_of(judged, with_mfu)
-    assert judged.tokens_per_s_per_gpu is not None
+    steps, times = judged.log.steps, judged.step_time_s
+    assert judged.tokens_per_s_per_gpu is not None and times is not None
     middle = judged.tokens_per_s_per_gpu.scaled(factor)
-    points = [
-        (step.step + 1, step.tokens / step.step_time_s / world_size * factor, step.phase) for step in judged.log.steps
-    ]
-    unmeasured = [(x, y) for x, y, phase in points if phase in UNMEASURED]
-    measured = [(x, y) for x, y, phase in points if phase == "measured"]
+
+    def points(chosen: Iterable[Step]) -> list[tuple[int, float]]:
+        return [(step.step + 1, step.tokens / step.step_time_s / world_size * factor) for step in chosen]
 
     low, high = step_limits(judged, factor)
-    if unmeasured:
-        end = max(x for x, _ in unmeasured) + 0.5
-        axes.axvspan(0.5, end, facecolor=theme.band, hatch="////", edgecolor=theme.grid, linewidth=0, zorder=0)
-        seen = [(x, y) for x, y in unmeasured if y > low]
-        below = [x for x, y in unmeasured if y <= low]
-        axes.plot([x for x, _ in seen], [y for _, y in seen], ".", color=theme.muted, markersize=4)
-        axes.plot(below, [low + 0.05 * (high - low)] * len(below), "v", color=theme.muted, markersize=3.5)
+    shade_unmeasured(axes, steps, facecolor=theme.band, hatch="////", edgecolor=theme.grid, linewidth=0)
+    unmeasured = points(step for step in steps if step.phase != "measured")
+    seen = [(x, y) for x, y in unmeasured if y > low]
+    below = [x for x, y in unmeasured if y <= low]
+    axes.plot([x for x, _ in seen], [y for _, y in seen], ".", color=theme.muted, markersize=4)
+    axes.plot(below, [low + 0.05 * (high - low)] * len(below), "v", color=theme.muted, markersize=3.5)
     axes.axhspan(middle.q1, middle.q3, color=theme.series[0], alpha=0.16, linewidth=0)
     axes.axhline(middle.median, color=theme.series[0], linewidth=1.2)
-    outlying = middle.q1 - 3 * reach_of(middle)
-    usual = [(x, y) for x, y in measured if y >= outlying]
+    measured = judged.log.measured_steps()
+    usual = points(step for step in measured if not is_outlier(step.step_time_s, times))
     axes.plot([x for x, _ in usual], [y for _, y in usual], ".", color=theme.series[0], markersize=3.5)
-    strange = [(x, max(y, low)) for x, y in measured if y < outlying]
+    outliers = points(step for step in measured if is_outlier(step.step_time_s, times))
+    strange = [(x, max(y, low)) for x, y in outliers]
     axes.plot([x for x, _ in strange], [y for _, y in strange], "x", color=theme.bad, markersize=5, markeredgewidth=1.4)
     axes.set_ylim(low, high)
-    axes.set_xlim(0.5, points[-1][0] + 0.5)
+    axes.set_xlim(0.5, steps[-1].step + 1.5)
     axes.yaxis.set_major_formatter(
         PercentFormatter(1.0, symbol=" %") if with_mfu else FuncFormatter(lambda value, _: format_rate(value))
     )

@@ -14,11 +14,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from mfubench.analysis.figures.profiled import fastest_profile
 from mfubench.analysis.figures.style import Theme, empty_figure, machine_label, run_plot, titled_figure
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.ideal import matmul_arithmetic, rank_share
 from mfubench.analysis.profiles import Profiled
 from mfubench.analysis.roofline import Point, points_of
 from mfubench.analysis.units import format_percent
-from mfubench.hardware import find_gpu
+from mfubench.hardware import arithmetic_of_run, find_gpu, rank_share
 
 TITLE = "Roofline of the kernels"
 LABEL_DISTANCE = 10**0.18  # between two labels on the vertical axis
@@ -47,7 +46,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
     subtitle = (
         f"{machine_label(found)} · {profiled.case}, rank {profiled.rank.rank}, n = 1 profiled step · FLOPs: causal, by "
         "shape; bytes: each operand once, by shape; elementwise arithmetic counted roughly · "
-        f"{matmul_arithmetic(profiled.judged.log)} · numbers: share of the step, from "
+        f"{arithmetic_of_run(profiled.judged.log)} · numbers: share of the step, from "
         f"{format_percent(LABELLED_FROM, 0)} on"
     )
     figure = titled_figure(theme, TITLE, subtitle, 4.2)
@@ -91,7 +90,7 @@ def roofs_of(
         row = find_gpu(log.environment.gpus[0].name)  # the peak is from this row
         roofs.append(("datasheet", peak.tflops, row.bandwidth_gb_s, "-", theme.muted))
     if ceilings is not None and ceilings.copy_rate is not None and ceilings.device == log.environment.device:
-        rate = ceilings.fastest_matmul_tflops(matmul_arithmetic(log))
+        rate = ceilings.fastest_matmul_tflops(arithmetic_of_run(log))
         if rate is not None:
             rate *= rank_share(log, ceilings)
             roofs.append(("measured", rate, ceilings.copy_rate.gb_s, (0, (4, 2)), theme.text))

@@ -17,6 +17,7 @@ from mfubench.analysis.figures.style import (
     plain_axes,
     run_plot,
     titled_figure,
+    with_start,
 )
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.scaling import ScalingPoint
@@ -65,9 +66,10 @@ def draw(found: Findings, theme: Theme) -> Figure:
         point.interval.low if point.interval else efficiency for curve in curves.values() for point, efficiency in curve
     )
     highest = max(efficiency for curve in curves.values() for _, efficiency in curve)
-    left.set_ylim(max(0.0, min(0.9, lowest - 0.1 * (1.1 - lowest))), 1.03 * highest)
+    start = max(0.0, min(0.9, lowest - 0.1 * (1.1 - lowest)))
+    left.set_ylim(start, 1.03 * highest)
     left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
-    left.set_title(f"efficiency per {unit} (axis does not start at 0)", loc="left", color=theme.muted, weight="bold")
+    left.set_title(with_start(f"efficiency per {unit}", start), loc="left", color=theme.muted, weight="bold")
     left.legend(loc="lower left")
     right.set_yscale("log")
     right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))

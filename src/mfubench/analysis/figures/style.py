@@ -8,7 +8,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from cycler import cycler
@@ -17,7 +19,8 @@ from matplotlib.figure import Figure
 
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures
-from mfubench.run_log import write_bytes_atomically
+from mfubench.analysis.units import rate_unit
+from mfubench.run_log import Step, write_bytes_atomically
 
 DPI = 160
 WIDTH = 9.0  # inches
@@ -126,7 +129,7 @@ def machine_label(found: Findings) -> str:
 def per_gpu(found: Findings) -> str:
     """The unit of a rate: a CPU study has processes, not GPUs."""
     environment = found.study.environment
-    return "tokens/s/process" if environment is not None and environment.device == "cpu" else "tokens/s/GPU"
+    return rate_unit(environment.device if environment is not None else "cuda")
 
 
 def with_start(label: str, low: float) -> str:
@@ -165,6 +168,17 @@ def plain_axes(axes: Axes, grid: str) -> None:
     axes.grid(visible=False, axis="y" if grid == "x" else "x")
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(side == ("bottom" if grid == "y" else "left"))
+
+
+def shade_unmeasured(axes: Axes, steps: Sequence[Step], **look: Any) -> None:
+    """A span over each stretch of steps that are recorded and not judged; a resumed run has several.
+
+    Steps stand at their number counted from 1. look: of the spans, as `axvspan` takes it.
+    """
+    for measured, stretch in groupby(steps, key=lambda step: step.phase == "measured"):
+        if not measured:
+            numbers = [step.step + 1 for step in stretch]
+            axes.axvspan(min(numbers) - 0.5, max(numbers) + 0.5, zorder=0, **look)
 
 
 def png(draw: Draw, found: Findings, theme: Theme) -> bytes:

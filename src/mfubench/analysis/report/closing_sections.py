@@ -189,10 +189,11 @@ def reading_section() -> Section:
         ["MAMFU", "causal", "large matmul measured on this very machine, hot"],
     ]
     text = (
-        "Rates are tokens over the time of an optimizer step, by the clock of rank 0; compilation, preheat and warm-up "
-        "are recorded and not judged. Quartiles are of the steps; 95 % intervals of a median come from a block "
-        "bootstrap over the autocorrelated steps. A CPU has no datasheet: its peak is a matmul measured on the same "
-        "threads. All figures come from `runs/*/*.json` and stand in `tables/*.csv`."
+        "MFU is model FLOPs utilisation, HFU hardware FLOPs utilisation and MAMFU maximum achievable matmul FLOPs "
+        "utilisation. Rates are tokens over the time of an optimizer step, by the clock of rank 0; compilation, "
+        "preheat and warm-up are recorded and not judged. Quartiles are of the steps; 95 % intervals of a median come "
+        "from a block bootstrap over the autocorrelated steps. A CPU has no datasheet: its peak is a matmul measured "
+        "on the same threads. All figures come from `runs/*/*.json` and stand in `tables/*.csv`."
     )
     table = Table(["ratio|", "FLOPs of a token|", "divided by|"], rows)
     return Section("reading", "How to read the numbers", [table, Text(text)])

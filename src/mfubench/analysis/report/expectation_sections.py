@@ -103,7 +103,8 @@ def implied_table(expectations: Expectations, rank: str) -> Table:
         where = short(f"{machine.world_size}× {machine.card}")
         rows.append([f"`{item.case}`" if item.case else "–", where, stated, share, beside, item.source])
     columns = ["case|", "machine|", "stated", "is an MFU of", "MFU stated beside it", "source|"]
-    return Table(columns, rows, "What each figure implies: palm convention, dense bf16 peak; bold: more than there is")
+    caption = "What each figure implies: palm convention, dense bf16 peak; bold: more than the cards can do"
+    return Table(columns, rows, caption)
 
 
 def fault_table(faults: list[Contradiction]) -> Folded:

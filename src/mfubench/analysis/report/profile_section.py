@@ -107,7 +107,7 @@ def next_sentence(found: Findings, profiled: Profiled) -> str:
 def worth_words(found: Findings, profiled: Profiled, row: Row) -> str:
     now, won = profiled.tokens_per_s, profiled.rate_won(row.excess_s)
     if won is None:
-        return "Without the difference hardly anything of the step would be left."
+        return "Removing it would leave almost nothing of the step, so no rate is given."
     return (
         f"Without the difference the rate would be {format_rate(now + won)} instead of {format_rate(now)} "
         f"{per_gpu(found)} ({format_signed_percent(won / now)})."
