@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mfubench.config import ConfigError, ModelConfig, OptimizerConfig
 from mfubench.model.loss import chunk_size
-from mfubench.model.operations import LOADERS, PLAIN, not_in, trial
+from mfubench.model.operations import PLAIN, load_fused, not_in, trial
 from mfubench.presets import load_model
 from mfubench.run_log import write_text_atomically
 
@@ -110,7 +110,7 @@ def forward_and_backward(work: Work, form: Callable[..., tuple[Tensor, ...]], cl
 
 def compare(work: Work, clock: Clock, copy_rate: float) -> Iterator[dict[str, Any]]:
     """A row a pass: own kernel, the compiler's, their ratio, and the share of the copy's rate that ours reaches."""
-    own = replace(PLAIN, **LOADERS[work.kind]())
+    own = replace(PLAIN, **load_fused(work.kind))
     backend = "inductor" if work.inputs[0].is_cuda else "aot_eager"
     compiled = torch.compile(lambda *inputs: work.run(PLAIN, *inputs), backend=backend, dynamic=False)
     ours = forward_and_backward(work, lambda *inputs: work.run(own, *inputs), clock)
@@ -196,7 +196,7 @@ def vary(work: Work, clock: Clock, copy_rate: float) -> Iterator[dict[str, Any]]
     import importlib
 
     module = importlib.import_module(f"mfubench.model.fused.{work.kind}")
-    own = replace(PLAIN, **LOADERS[work.kind]())
+    own = replace(PLAIN, **load_fused(work.kind))
     values = CONSTANTS[work.kind]
     before = {key: getattr(module, key) for key in values}
     for choice in itertools.product(*values.values()):

@@ -228,7 +228,7 @@ rule write_report:
     resources:
         **cpu_resources("analysis"),
     params:
-        code=analysis_code("analysis", "audit") + PROFILE_CODE,
+        code=analysis_code("analysis", "audit", "kernel_families.py") + PROFILE_CODE,
         templates=TEMPLATES,
         facts=FACTS,
     shell:
@@ -254,7 +254,7 @@ rule audit_study:
     resources:
         **cpu_resources("analysis"),
     params:
-        code=analysis_code("audit"),
+        code=analysis_code("audit", "kernel_families.py", "analysis/study.py"),
         facts=FACTS,
     shell:
         'python "$MFUBENCH_SCRIPTS"/audit_study.py --study-dir $(dirname {input.study}) --output {output.audit} 2>&1 | tee {log}'

@@ -1,20 +1,18 @@
 # The meaning of the code and the facts behind each rule, as parameters: what changes there makes results stale.
-from mfubench.code_digest import code_digest, file_digest, text_digest
+# tests/workflow/test_digests.py compares them with what the rules' scripts import.
+from mfubench.code_digest import TRAINING, code_digest, file_digest, text_digest
 
 TRAINING_CODE = code_digest(
-    [
-        SOURCE / "config.py",
-        SOURCE / "run_log.py",
-        SOURCE / "model",
-        SOURCE / "train",
-        SOURCE / "data" / "reader.py",
-        SOURCE / "kernel_families.py",
-        SOURCE / "profiling" / "chrome_trace.py",
-        SOURCE / "profiling" / "trace_file.py",
-        SCRIPTS / "train_model.py",
-    ]
+    [*(SOURCE / name for name in TRAINING), SCRIPTS / "train_model.py"]
 )
-TEXT = ("config.py", "corpus.py", "documents.py", "streams.py", "encoder.py")
+TEXT = (
+    "config.py",
+    "corpus.py",
+    "hub_dataset.py",
+    "documents.py",
+    "streams.py",
+    "encoder.py",
+)
 TOKENIZER_CODE = code_digest(
     [SOURCE / "data" / name for name in (*TEXT, "tokenizer.py")]
 )
@@ -33,14 +31,30 @@ PREDICTION = (
     "step_model.py",
     "card_rates.py",
     "memory.py",
+    "fsdp_policy.py",
     "flops.py",
     "hardware.py",
+    "presets.py",
+    "ceilings/schema.py",
+    "tune/search.py",
 )
 PLANNER_CODE = code_digest(
-    [*SOURCE.glob("planner*.py"), *(SOURCE / name for name in PREDICTION)]
+    [
+        *SOURCE.glob("planner*.py"),
+        *(SOURCE / name for name in PREDICTION),
+        SOURCE / "analysis" / "figures" / "style.py",
+    ]
 )
+EXPORT_CODE = code_digest(
+    SOURCE / "model" / name for name in ("checkpoints.py", "hf.py", "hf_config.py")
+)
+SMOKE_CODE = code_digest([SOURCE / "smoke.py"])
 CEILINGS_CODE = code_digest(
-    [SOURCE / "ceilings", SOURCE / "model" / "attention_kernels.py"]
+    [
+        SOURCE / "ceilings",
+        SOURCE / "model" / "attention.py",
+        SOURCE / "model" / "attention_kernels.py",
+    ]
 )
 SHARED_ANALYSIS = (
     "run_log.py",
@@ -55,7 +69,13 @@ SHARED_ANALYSIS = (
 ANALYSIS_CODE = code_digest([SOURCE / module for module in SHARED_ANALYSIS])
 FACTS = file_digest(
     ROOT / "config" / "hardware.yaml",
+    ROOT / "config" / "models.yaml",
     *sorted((ROOT / "config" / "expectations").glob("*.yaml")),
+)
+# What predictions start from, and the measured studies that they are calibrated on.
+PREDICTION_FACTS = file_digest(
+    ROOT / "config" / "prediction.yaml",
+    *sorted((ROOT / "results" / "reference").rglob("*.json")),
 )
 TEMPLATES = file_digest(
     *sorted((SOURCE / "analysis" / "report" / "templates").iterdir())
@@ -83,7 +103,14 @@ def analysis_code(*modules):
 
 # What takes a profiled step apart, beside the analysis.
 PROFILE_CODE = code_digest(
-    SOURCE / module for module in ("profiling", "step_model.py", "memory.py")
+    SOURCE / module
+    for module in (
+        "profiling",
+        "step_model.py",
+        "memory.py",
+        "fsdp_policy.py",
+        "measured_runs.py",
+    )
 )
 
 

@@ -25,7 +25,7 @@ rule plan_models:
     params:
         plan=plan_config,
         code=PLANNER_CODE,
-        facts=FACTS,
+        facts=FACTS + PREDICTION_FACTS,
     shell:
         'python "$MFUBENCH_SCRIPTS"/plan_models.py --plan {params.plan:q} --output {output.plan} --table {output.table}'
         " --isoflops {output.isoflops} --loss-surface {output.loss_surface} 2>&1 | tee {log}"

@@ -35,6 +35,6 @@ rule check_smoke:
     conda:
         "../envs/mfubench.yaml"
     params:
-        code=code_digest([SOURCE / "smoke.py"]),
+        code=SMOKE_CODE,
     shell:
         'python "$MFUBENCH_SCRIPTS"/check_smoke.py {input.run} 2>&1 | tee {log}'

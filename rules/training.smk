@@ -33,9 +33,7 @@ rule export_model:
         **cpu_resources("analysis"),
     params:
         work=work_of_training,
-        code=code_digest(
-            [SOURCE / "model" / "hf.py", SOURCE / "model" / "checkpoints.py"]
-        ),
+        code=EXPORT_CODE,
     shell:
         'python "$MFUBENCH_SCRIPTS"/export_model.py --work {params.work} --tokenizer $(dirname {input.tokenizer})'
         " --output $(dirname {output.config}) 2>&1 | tee {log}"

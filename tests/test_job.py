@@ -3,15 +3,19 @@
 import argparse
 import json
 import os
+import subprocess
+import sys
 import threading
 import types
+from pathlib import Path
 
 import pynvml
 import pytest
 
 from mfubench import job
 from mfubench.config import ConfigError
-from mfubench.job import cards_for_job, foreign_processes
+from mfubench.job import FreeCards, cards_for_job, foreign_processes
+from mfubench.lease import lease_cards
 
 
 class Driver:
@@ -60,6 +64,28 @@ def test_stop_names_card_and_process(driver):
     driver.users = {1: [os.getpid()]}
     with pytest.raises(ConfigError, match=rf"card 1: {os.getpid()} \w+"), cards_for_job(arguments(2)):
         pass
+
+
+def test_the_processes_of_a_run_that_was_waited_for_get_their_time_to_leave(driver, monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr(job, "time", types.SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(job, "SETTLE_S", 5.0)
+    choose = FreeCards(1, "stop", wait_s=60.0)
+    assert choose([]) == []  # another run holds the card's lock
+    now_s, driver.users = 130.0, {0: [os.getpid()]}  # it has ended, and a process of its is still there
+    assert choose(["0"]) == []
+    now_s = 134.0
+    assert choose(["0"]) == []
+    now_s = 135.0
+    with pytest.raises(ConfigError, match="card 0"):
+        choose(["0"])
+    driver.users = {}
+    assert choose(["0"]) == ["0"]
+    now_s, driver.users = 158.0, {0: [os.getpid()]}
+    assert choose(["0"]) == []
+    now_s = 160.0  # no longer than the run may wait at all
+    with pytest.raises(ConfigError, match="card 0"):
+        choose(["0"])
 
 
 def test_stop_lets_a_run_go_on_beside_cards_it_does_not_need_and_records_them(driver):
@@ -127,3 +153,27 @@ def test_a_driver_that_does_not_tell_is_recorded(driver, monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", refuse)
     with cards_for_job(arguments(1)):
         assert lease()["unknown"] == ["0", "1", "2", "3"]
+
+
+def test_a_leased_command_that_is_stopped_keeps_its_cards_until_it_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("MFUBENCH_LEASES", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    ends_in_order = (
+        "import signal, sys, time\n"
+        "def end(*_):\n    print('told', flush=True); sys.stdin.readline(); sys.exit(7)\n"
+        "signal.signal(signal.SIGTERM, end); print('begun', flush=True); time.sleep(20)"
+    )
+    script = Path(__file__).parents[1] / "workflow" / "scripts" / "lease_cards.py"
+    command = [sys.executable, script, "--cards", "1", "--devices", "0", "--", sys.executable, "-c", ends_in_order]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.terminate()
+        assert process.stdout.readline() == "told\n"
+        with pytest.raises(TimeoutError), lease_cards(1, ["0"], 0.0):
+            pass
+        process.stdin.write("end\n")
+        process.stdin.flush()
+        assert process.wait(timeout=30) == 7
+    with lease_cards(1, ["0"], 5.0) as cards:
+        assert cards == ["0"]

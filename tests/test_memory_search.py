@@ -7,12 +7,26 @@ from factories import make_run_log
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mfubench.config import KernelsConfig
 from mfubench.experiments import expand_study
-from mfubench.memory_search import find_limit, limit_words, predict_limit, summarize
-from mfubench.run_log import Choice
+from mfubench.measured_runs import read_memory_searches
+from mfubench.memory_search import find_limit, limit_words, one_that_ran, predict_limit, summarize
+from mfubench.run_log import Choice, write_json
 
 DEFAULT_STUDY = Path(__file__).parents[1] / "config" / "config.yaml"
 SEARCH = next(iter(expand_study(yaml.safe_load(DEFAULT_STUDY.read_text()), "f.yaml", 2).searches.values()))
+
+
+def ran_on(memory_gib, on_gpu=True):
+    """The log of a trial, on a card (or a CPU) of which a rank may take so much memory."""
+    log = make_run_log()
+    changes = {"config": log.config.model_copy(update={"memory_cap_gib": memory_gib})}
+    if not on_gpu:
+        changes["environment"] = log.environment.model_copy(update={"gpus": []})
+    return log.model_copy(update=changes)
+
+
+CARD = ran_on(100.0)
 
 
 def machine_that_holds(limit, calls=None):
@@ -34,7 +48,7 @@ def machine_that_holds(limit, calls=None):
 def test_the_limit_is_exact_below_the_largest_candidate(limit, predicted):
     calls = []
     trials = find_limit(SEARCH, machine_that_holds(limit, calls), lambda: predicted)
-    result = summarize(SEARCH, trials, 100.0, on_gpu=True)
+    result = summarize(SEARCH, trials, CARD)
     largest_candidate = max(SEARCH.candidates)
     assert result["largest"] == (min(limit, largest_candidate) or None)
     assert result["largest_is_exact"] == (limit < largest_candidate)
@@ -44,7 +58,7 @@ def test_the_limit_is_exact_below_the_largest_candidate(limit, predicted):
 
 def test_comfort_is_below_the_stated_share():
     trials = find_limit(SEARCH, machine_that_holds(20))
-    result = summarize(SEARCH, trials, 20.0, on_gpu=True)
+    result = summarize(SEARCH, trials, ran_on(20.0))
     assert result["largest"] == 20
     assert result["largest_comfortable"] == max(
         trial["micro_batch_size"] for trial in trials if trial["peak_memory_gib"] <= SEARCH.comfort_fraction * 20
@@ -57,7 +71,7 @@ def test_comfort_is_below_the_stated_share():
 def test_a_limit_is_exact_on_a_gpu_alone():
     """On a CPU the same search finds one more or one less another time: a process's memory is not the same twice."""
     trials = find_limit(SEARCH, machine_that_holds(20))
-    on_gpu, on_cpu = (summarize(SEARCH, trials, 100.0, on_gpu=on_gpu) for on_gpu in (True, False))
+    on_gpu, on_cpu = (summarize(SEARCH, trials, ran_on(100.0, on_gpu)) for on_gpu in (True, False))
     assert (on_gpu["largest"], on_gpu["largest_is_exact"]) == (20, True)
     assert (on_cpu["largest"], on_cpu["largest_is_exact"]) == (20, False)
     assert limit_words(on_gpu) == "largest micro-batch that trained: 20, exactly; 21 ran out of memory"
@@ -72,7 +86,7 @@ def test_a_search_that_did_not_close_in_says_so():
         (99, "trained: 32; none of those tried ran out of memory"),
     ):
         trials = find_limit(search, machine_that_holds(limit))
-        assert limit_words(summarize(search, trials, 100.0, on_gpu=True)).endswith(said)
+        assert limit_words(summarize(search, trials, CARD)).endswith(said)
 
 
 @given(limit=st.integers(1, 126))
@@ -88,10 +102,28 @@ def test_a_right_prediction_takes_two_trials_at_most_and_a_bisection_more(limit)
 
 def test_the_limit_of_a_card_is_predicted_with_the_settings_that_ran():
     log = make_run_log()
-    predicted = predict_limit(SEARCH, log)
+    predicted = predict_limit(log)
     assert predicted is not None and predicted > 0
     plain = Choice(requested="block", used="none", reason="no compiler")
     not_compiled = log.model_copy(update={"used": {**log.used, "compile": plain}})
-    assert 0 < predict_limit(SEARCH, not_compiled) < predicted
+    assert 0 < predict_limit(not_compiled) < predicted
     on_a_cpu = log.model_copy(update={"environment": log.environment.model_copy(update={"gpus": []})})
-    assert predict_limit(SEARCH, on_a_cpu) is None
+    assert predict_limit(on_a_cpu) is None
+
+
+def test_what_ran_is_recorded_and_read_as_the_searchs_settings(tmp_path):
+    """`auto` says nothing: the trials do, and what is known of the limit is known of them."""
+    run = SEARCH.run.model_copy(update={"kernels": KernelsConfig(**dict.fromkeys(KernelsConfig.model_fields, "auto"))})
+    search = SEARCH.model_copy(update={"run": run})
+    in_matmuls = Choice(requested="auto", used="matmul")
+    log = CARD.model_copy(update={"used": {**CARD.used, "swiglu": in_matmuls}})
+    trials = find_limit(search, machine_that_holds(20))
+    write_json(tmp_path / "limit.json", summarize(search, trials, log))
+    observations, (limit,) = read_memory_searches([tmp_path])
+    assert {one.config.kernels.swiglu for one in [*observations, limit]} == {"matmul"}
+    assert predict_limit(log) > predict_limit(CARD) > 0  # which keeps no product
+
+
+def test_what_ran_is_what_a_trial_that_trained_says():
+    lost = CARD.model_copy(update={"status": "oom"})
+    assert one_that_ran([lost, CARD]) is CARD and one_that_ran([lost]) is lost

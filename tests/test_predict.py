@@ -21,6 +21,7 @@ from mfubench.ceilings.schema import AttentionRate, Ceilings, CollectiveRate, Co
 from mfubench.cli import app
 from mfubench.config import ConfigError, MemorySearch
 from mfubench.flops import flop_terms, flops_per_token
+from mfubench.fsdp_policy import FSDP_KEPT_FRACTION, fsdp_keeps_weights
 from mfubench.hardware import find_gpu
 from mfubench.measured_runs import (
     REFERENCE,
@@ -32,11 +33,9 @@ from mfubench.measured_runs import (
     read_runs,
 )
 from mfubench.memory import (
-    FSDP_KEPT_FRACTION,
     HEAD_ROW_MULTIPLE,
     MemoryFit,
     estimate_memory,
-    fsdp_keeps_weights,
     largest_micro_batch,
 )
 from mfubench.model.attention_kernels import PACKED

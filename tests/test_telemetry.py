@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mfubench.telemetry import Sampler, other_processes_on, physical_card
+from mfubench import telemetry
+from mfubench.telemetry import Sampler, physical_card
 from mfubench.telemetry.summary import read_samples, summarize_samples
 
 CARD = {"card": 0, "name": "NVIDIA H100 80GB HBM3", "uuid": "GPU-0", "power_limit_w": 700.0, "max_sm_clock_mhz": 1980}
@@ -181,6 +182,18 @@ def test_sampling_process_with_nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert summary["host_limited"] is False
 
 
+def test_a_driver_that_hangs_costs_the_samples_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = FAKE_PYNVML.replace("def nvmlInit(): pass", "def nvmlInit(): import time; time.sleep(4)")
+    assert hangs != FAKE_PYNVML
+    (tmp_path / "pynvml.py").write_text(hangs)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(telemetry, "START_TIMEOUT_S", 0.2)
+    began_s = time.monotonic()
+    with Sampler(tmp_path / "work", [0]) as sampler:
+        assert time.monotonic() - began_s < 3
+        assert sampler.summarize([(0.0, 1e12)])["samples"] == 0
+
+
 def test_sampler_dies_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import os, sys; from mfubench.telemetry import Sampler; s = Sampler(sys.argv[1], []); s.__enter__(); "
@@ -222,27 +235,3 @@ def test_all_ranks_of_a_node_are_sampled(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert Sampler(tmp_path, []).request["pid"] == os.getpid()
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert Sampler(tmp_path, []).request["pid"] == os.getppid()
-
-
-class FakeNvml:
-    """As much of pynvml as the other-process check asks for."""
-
-    class Process:
-        def __init__(self, pid: int, memory: int | None):
-            self.pid, self.usedGpuMemory = pid, memory
-
-    def __init__(self, processes: list[Process]):
-        self.processes = processes
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: object) -> list[Process]:
-        return self.processes
-
-
-def test_other_processes_are_told_from_own_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = 2**22 + 12345  # above any process id of Linux
-    fake = FakeNvml([FakeNvml.Process(os.getpid(), 2**30), FakeNvml.Process(missing, 3 * 2**30)])
-    monkeypatch.setattr("mfubench.telemetry.sampler_process.open_cards", lambda cards: (fake, [object()], None))
-    (other,) = other_processes_on(0)
-    assert (other.pid, other.name, other.memory_gib) == (missing, None, 3.0)
-    monkeypatch.setattr("mfubench.telemetry.sampler_process.open_cards", lambda cards: (None, [], "no driver"))
-    assert other_processes_on(0) == []

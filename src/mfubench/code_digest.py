@@ -13,6 +13,18 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+# What a training's numbers depend on beside its configuration and the machine: files and folders of this package
+TRAINING = (
+    "config.py",
+    "run_log.py",
+    "model",
+    "train",
+    "data/reader.py",
+    "fsdp_policy.py",
+    "kernel_families.py",
+    "profiling/chrome_trace.py",
+    "profiling/trace_file.py",
+)
 # Not part of the meaning: load/store context, the u of u"", type comments.
 IGNORED_FIELDS = {"ctx", "kind", "type_comment", "type_ignores"}
 

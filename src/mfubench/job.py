@@ -78,6 +78,7 @@ class FreeCards:
     def __init__(self, count: int, when_busy: str, wait_s: float):
         self.count, self.when_busy, self.wait_s = count, when_busy, wait_s
         self.started = time.monotonic()
+        self.busy_since: float | None = None  # None: no card that is wanted was busy when last looked at
         self.seen: dict[str, list[str]] = {}  # card -> foreign processes, whenever they were seen
         self.unknown: set[str] = set()  # cards of which the driver does not tell
         self.told: set[str] = set()  # cards whose waiting was said
@@ -94,9 +95,9 @@ class FreeCards:
         wanted = cards if self.when_busy == "move" else cards[: self.count]
         free = [card for card in wanted if card not in busy]
         if len(free) >= self.count or not busy:
+            self.busy_since = None
             return free
-        patience_s = SETTLE_S if self.when_busy == "stop" else self.wait_s
-        if time.monotonic() - self.started >= patience_s:
+        if self.patience_is_over():
             listing = "; ".join(f"card {card}: {', '.join(users)}" for card, users in busy.items())
             raise ConfigError(
                 f"cards are in use by other processes, which would falsify a measurement: {listing}. "
@@ -106,6 +107,15 @@ class FreeCards:
             self.told = set(busy)
             print(f"waiting for busy cards: {', '.join(busy)}", file=sys.stderr, flush=True)
         return []
+
+    def patience_is_over(self) -> bool:
+        """Asked while cards are busy. The run whose lock was waited for may have ended just now: its processes get
+        their time to leave from when they are seen, not from when the wait began."""
+        now = time.monotonic()
+        if self.busy_since is None:
+            self.busy_since = now
+        last = self.started + self.wait_s
+        return now >= (min(self.busy_since + SETTLE_S, last) if self.when_busy == "stop" else last)
 
     def record(self, cards: list[str]) -> dict[str, Any]:
         return {

@@ -98,17 +98,37 @@ def lease_cards(
 
 
 def lock_free_cards(cards: list[str]) -> dict[str, int | None]:
-    """Lock every card that nobody holds; card -> file descriptor."""
+    """Lock every card that nobody holds; card -> file descriptor. Raises ConfigError where a lock cannot be opened."""
     held: dict[str, int | None] = {}
-    folder = lock_folder()
-    for card in cards:
-        handle = os.open(folder / f"card-{card.replace('/', '_')}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held[card] = handle
-        except BlockingIOError:
-            os.close(handle)
+    try:
+        folder = lock_folder()
+        for card in cards:
+            handle = open_lock(folder / f"card-{card.replace('/', '_')}.lock")
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held[card] = handle
+            except BlockingIOError:
+                os.close(handle)
+    except PermissionError as error:
+        release(held, keep=[])
+        raise ConfigError(
+            f"{error.filename}: the cards' locks are closed to this user ({error.strerror}). Open the folder to all "
+            "(chmod 1777) and the locks in it for reading, or set MFUBENCH_LEASES to another folder, the same one for "
+            "all users of this machine"
+        ) from None
     return held
+
+
+def open_lock(path: Path) -> int:
+    """File descriptor of a lock file, made where it is missing. It may be another user's: reading it is enough."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.open(path, os.O_RDONLY)
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:  # made by somebody else in the meantime
+        return os.open(path, os.O_RDONLY)
+    os.fchmod(handle, 0o644)  # whatever the umask: other users lock it too
+    return handle
 
 
 def release(held: dict[str, int | None], keep: list[str]) -> None:

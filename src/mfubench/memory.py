@@ -14,12 +14,10 @@ import numpy as np
 
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.flops import count_parameters
+from mfubench.fsdp_policy import ELEMENT_BYTES, GIB, fsdp_keeps_weights
 
-GIB = 2**30
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 LOSS_CHUNK_BYTES = 2**30  # logits that `chunked` holds at once
 HEAD_ROW_MULTIPLE = 64  # rows of a padded head, where the vocabulary is no multiple of 8
-FSDP_KEPT_FRACTION = 0.4  # of the card's memory: fsdp keeps whole weights and gradients within a step up to this
 
 
 @dataclass(frozen=True)
@@ -125,25 +123,6 @@ def state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float) -> d
     }
 
 
-def fsdp_keeps_weights(config: RunConfig, parameters: Any, capacity_gib: float) -> Any:
-    """Whether fsdp gathers weights and reduces gradients once a step and keeps both whole: as asked, or if they fit."""
-    asked = config.communication.reshard_after_forward
-    if asked != "auto":
-        return asked == "never"
-    return parameters * (ELEMENT_BYTES[config.dtype] + 4) <= FSDP_KEPT_FRACTION * capacity_gib * GIB
-
-
-def fsdp_without_sum(config: RunConfig, parameters: int, capacity_gib: float) -> str | None:
-    """Why fsdp has no whole float32 gradient for matmuls to add to, or None where it has."""
-    if config.gradient_accumulation_steps == 1:
-        return "with one micro-step fsdp has no gradients to add up"
-    if config.communication.reduce_dtype != "float32":
-        return f"fsdp adds up gradients in communication.reduce_dtype, {config.communication.reduce_dtype}"
-    if not fsdp_keeps_weights(config, parameters, capacity_gib):
-        return "fsdp reduces gradients in each micro-step where it keeps no whole weights"
-    return None
-
-
 def activation_kernel(config: RunConfig, model: ModelConfig) -> str:
     """What computes the activation: a value of kernels.swiglu or kernels.gelu."""
     return {"swiglu": config.kernels.swiglu, "gelu": config.kernels.gelu}.get(model.mlp, "plain")
@@ -153,11 +132,11 @@ def activation_bytes_per_token(config: RunConfig, model: ModelConfig) -> Any:
     """What blocks and final norm keep of one token between forward and backward, bytes.
 
     A block keeps the inputs of its matmuls and of what is not linear: the residual stream before each norm and the
-    norm's output, q, k, v, the attention's output, gate, up and their product (unless it is recomputed); the plain
-    activation without a compiler its own output as well. RoPE and q/k-norms leave q and k twice, since v is a view of
-    the one matmul that made all three, unless RoPE overwrites them (`kernels.rope: fused`, without q/k-norms); without
-    a compiler, and with it in float32, q/k-norms keep them once more. With fp8 the compiler keeps what only matmuls
-    read, norm outputs and the product, as the one byte an element that they read of it.
+    norm's output, q, k, v, the attention's output, gate, up and their product (unless it is recomputed); without a
+    compiler the plain activation keeps its own output as well. RoPE and q/k-norms leave q and k twice, since v is a
+    view of the one matmul that made all three, unless RoPE overwrites them (`kernels.rope: fused`, without q/k-norms);
+    without a compiler, and with it in float32, q/k-norms keep them once more. With fp8 the compiler keeps what only
+    matmuls read, norm outputs and the product, as the one byte an element that they read of it.
     Attention kernels keep one float32 a head for the softmax, `eager` the probabilities. Selective checkpointing keeps
     matmul and attention outputs only; full keeps a block's input and rebuilds one block at a time. The final norm keeps
     its input, and the head the norm's output. The norms' own statistics, 4 bytes a token each, are left out.

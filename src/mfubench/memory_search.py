@@ -61,7 +61,7 @@ def choose_between(largest: int, too_large: int, predicted: int | None) -> int:
     return (largest + too_large) // 2
 
 
-def predict_limit(search: MemorySearch, log: RunLog) -> int | None:
+def predict_limit(log: RunLog) -> int | None:
     """The largest micro-batch by the memory model, with the settings that `log` used; None on a CPU, which it does not
     describe."""
     if not log.environment.gpus:
@@ -70,6 +70,11 @@ def predict_limit(search: MemorySearch, log: RunLog) -> int | None:
     from mfubench.measured_runs import as_run
 
     return largest_micro_batch(as_run(log), memory_gib(log), shipped_calibration().memory)
+
+
+def one_that_ran(logs: Sequence[RunLog]) -> RunLog:
+    """A trial that trained, or else any: what one that ran out of memory used, it says as far as it came."""
+    return next((log for log in logs if log.status == "ok"), logs[0])
 
 
 def describe_trial(log: RunLog) -> Trial:
@@ -100,13 +105,12 @@ def memory_gib(log: RunLog) -> float:
     return log.environment.memory_gib / log.config.world_size
 
 
-def summarize(
-    search: MemorySearch, trials: list[Trial], capacity_gib: float, predicted: int | None = None, *, on_gpu: bool
-) -> dict[str, Any]:
-    """What the search found, as it is written.
+def summarize(search: MemorySearch, trials: list[Trial], log: RunLog, predicted: int | None = None) -> dict[str, Any]:
+    """What the search found, as it is written. `log`: of a trial, which says what ran and where.
 
     `largest_is_exact`: the next larger micro-batch ran out of memory, and would do so again: never on a CPU.
     """
+    capacity_gib, on_gpu = memory_gib(log), bool(log.environment.gpus)
     fitting = [trial for trial in trials if trial["status"] == "ok"]
     comfortable = [
         trial["micro_batch_size"]
@@ -118,6 +122,7 @@ def summarize(
     return {
         "name": search.run.name,
         "search": json.loads(search.to_json()),
+        "used": {key: choice.model_dump() for key, choice in log.used.items()},
         "memory_gib": capacity_gib,
         "trials": sorted(trials, key=lambda trial: trial["micro_batch_size"]),
         "largest": largest,
@@ -159,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs: list[RunLog] = []
 
     def predicted() -> int | None:
-        return predict_limit(search, logs[0])
+        return predict_limit(one_that_ran(logs))
 
     def try_micro_batch(micro_batch_size: int) -> Trial:
         log = run_trial(search, micro_batch_size, arguments)
@@ -175,8 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, TimeoutError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    on_gpu = bool(logs[0].environment.gpus)
-    result = summarize(search, trials, memory_gib(logs[0]), predicted(), on_gpu=on_gpu)
+    result = summarize(search, trials, one_that_ran(logs), predicted())
     print(limit_words(result), file=sys.stderr, flush=True)
     write_json(arguments.output, result)
     write_stamp(arguments)

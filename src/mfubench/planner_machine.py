@@ -57,7 +57,7 @@ class Machine:
         return settings if self.parallelism is None else {**settings, "parallelism": self.parallelism}
 
     def fits(self, plan: PlanConfig, models: ModelConfig) -> Any:
-        """Which models of a grid (`shapes`, not an empty one) train on these cards with a micro-batch of one sequence."""
+        """Which of a grid of models (`shapes`, not empty) train on these cards with micro-batches of one sequence."""
         any_model = build_model(cast(SimpleNamespace, models), 0)
         prediction = self.predict(any_model, plan.seq_len)  # its config has `auto` resolved for this card
         config = prediction.config.model_copy(update={"micro_batch_size": 1})

@@ -126,7 +126,7 @@ class Step(Record):
     """One optimizer step. Times are of rank 0; `rank_step_times_s` of the run log has everyone's."""
 
     step: Count
-    phase: Literal["preheat", "compile", "warmup", "measured"]
+    phase: Literal["compile", "warmup", "measured"]
     step_time_s: StepSeconds
     data_time_s: Seconds  # waiting for batches, inside step_time_s
     tokens: Positive  # over all ranks
@@ -242,7 +242,7 @@ class RunLog(Record):
         }
 
     def measured_steps(self) -> list[Step]:
-        """The steps that count: after compilation, preheat and warm-up."""
+        """The steps that count: after compilation and warm-up."""
         return [step for step in self.steps if step.phase == "measured"]
 
 

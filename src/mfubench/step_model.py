@@ -14,13 +14,11 @@ from statistics import NormalDist
 from mfubench.card_rates import Rates, generation, tile_share
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.flops import count_parameters
+from mfubench.fsdp_policy import ELEMENT_BYTES, fsdp_keeps_weights, fsdp_without_sum
 from mfubench.hardware import find_gpu
 from mfubench.memory import (
-    ELEMENT_BYTES,
     LOSS_CHUNK_BYTES,
     activation_kernel,
-    fsdp_keeps_weights,
-    fsdp_without_sum,
     head_accumulates,
 )
 

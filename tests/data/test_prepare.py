@@ -80,6 +80,7 @@ def test_meta_says_what_is_there(text: Path, small_tokenizer: Path, prepared: Pa
     )
     assert meta.config == dataset(text).model_dump(mode="json")
     assert meta.source["files"] == 3
+    assert meta.text_bytes == bytes_of_first(text, {"train": 18000, "val": 18000})
     assert sum(split.documents for split in meta.splits.values()) == 18000 - meta.skipped.total
     assert 0.08 < meta.splits["val"].documents / 18000 < 0.12
     assert sorted(files_of(prepared)) == ["train.bin", "val.bin"]
@@ -112,6 +113,15 @@ def test_limits(text: Path, small_tokenizer: Path, prepared: Path, tmp_path: Pat
     whole, part = TokenDataset.open(prepared, "train"), TokenDataset.open(tmp_path, "train")
     assert np.array_equal(part.read(0, tokens), whole.read(0, tokens))
     assert part.read(tokens - 1, 1)[0] == part.eos_id
+    assert meta.text_bytes == bytes_of_first(text, {split: index.documents for split, index in meta.splits.items()})
+
+
+def bytes_of_first(text: Path, counts: dict[str, int]) -> int:
+    """UTF-8 bytes of the first documents of each split."""
+    lines = [line for path in sorted(text.iterdir()) for line in path.read_text(encoding="utf-8").splitlines()]
+    documents = [json.loads(line)["text"].encode() for line in lines]
+    sizes = {split: [len(one) for one in documents if split_of(one, 0.1, 0) == split] for split in counts}
+    return sum(sum(sizes[split][:count]) for split, count in counts.items())
 
 
 def test_bad_documents_are_reported(small_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

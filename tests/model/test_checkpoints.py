@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,33 @@ def test_where_a_checkpoint_is_looked_for(layout: str, tmp_path: Path) -> None:
         (tmp_path / source).write_text("{}")
     found = find_checkpoint(tmp_path / source if work else folder)
     assert found == folder / "checkpoints/step-000100"
+
+
+def test_of_a_studys_training_the_attempt_that_was_written_last_is_taken(tmp_path: Path) -> None:
+    """Each attempt with other values or code has a folder of its own (rules/names.smk: work_of)."""
+    run = tmp_path / "study/runs/training/case.json"
+    run.parent.mkdir(parents=True)
+    run.write_text("{}")
+    work = tmp_path / "study/work/training/case"
+    (work / "aaaaaaaa/checkpoints").mkdir(parents=True)  # of an attempt that has left none
+    for age_s, attempt, steps in ((300, "bbbbbbbb", (100,)), (60, "cccccccc", (9, 10)), (200, "dddddddd", (900,))):
+        for step in steps:
+            folder = work / attempt / f"checkpoints/step-{step:06d}"
+            folder.mkdir(parents=True)
+            os.utime(folder, times=(time.time() - age_s,) * 2)
+        (work / attempt / "checkpoints/.writing-000999").mkdir()
+        (work / attempt / "checkpoints/step-by-hand").mkdir()
+    assert find_checkpoint(run) == find_checkpoint(work) == work / "cccccccc/checkpoints/step-000010"
+    assert find_checkpoint(work / "dddddddd").name == "step-000900"
+
+
+def test_no_checkpoint_of_a_studys_training(tmp_path: Path) -> None:
+    run = tmp_path / "study/runs/training/case.json"
+    run.parent.mkdir(parents=True)
+    run.write_text("{}")
+    (tmp_path / "study/work/training/case/aaaaaaaa/checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"study/work/training/case, and one folder below.* name the checkpoint"):
+        find_checkpoint(run)
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

@@ -19,11 +19,12 @@ from mfubench.model.attention_kernels import PACKED, PackedKernels, eager, repea
 from mfubench.model.components import rope_tables
 from mfubench.model.loss import chunked_loss, full_fused_loss, full_loss
 from mfubench.model.operations import (
-    LOADERS,
+    KINDS,
     PLAIN,
     Operations,
     join_split_and_attention,
     largest_difference,
+    load_fused,
     load_packed_attention,
     load_swiglu_linear,
     not_in,
@@ -58,7 +59,7 @@ def test_all_of_this_under_the_interpreter() -> None:
 
 
 def fused(kind: str, in_place: bool = True) -> Operations:
-    return replace(PLAIN, **LOADERS[kind](in_place))
+    return replace(PLAIN, **load_fused(kind, in_place))
 
 
 def compare(
@@ -398,9 +399,9 @@ def test_a_whole_model(device: str, architecture: dict, backend: str | None) -> 
     """Loss and every gradient in float32; a block leaves its last addition to the next norm."""
     config = run_config(architecture)
     operations = PLAIN
-    for kind, load in LOADERS.items():
+    for kind in KINDS:
         if not_in(config.model, kind) is None:
-            operations = replace(operations, **load())
+            operations = replace(operations, **load_fused(kind))
     if backend is not None:  # compiled, and with the least memory
         operations = replace(operations, **load_swiglu_linear())
     results = []
@@ -423,11 +424,11 @@ def test_a_whole_model(device: str, architecture: dict, backend: str | None) -> 
 
 @pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [])
 @pytest.mark.parametrize(
-    ("kind", "architecture"), [*((kind, QWEN3) for kind in LOADERS), ("norm", GPT2)], ids=[*LOADERS, "layer-norm"]
+    ("kind", "architecture"), [*((kind, QWEN3) for kind in KINDS), ("norm", GPT2)], ids=[*KINDS, "layer-norm"]
 )
 def test_the_try_before_use_measures_the_difference(device: str, kind: str, architecture: dict) -> None:
     model = run_config(architecture).model
-    assert largest_difference(kind, LOADERS[kind](), model, torch.device(device), torch.float32) < 1e-5
+    assert largest_difference(kind, load_fused(kind), model, torch.device(device), torch.float32) < 1e-5
     fused_norm = fused("norm").add_norm
     wrong = {
         "norm": {"add_norm": lambda x, y, weight, eps, centered: fused_norm(x, y, weight, eps, not centered)},
@@ -468,7 +469,7 @@ def test_production_shapes_are_fused_on_this_card(name: str) -> None:
     model = production_model(name)
     asked = KernelsConfig(norm="fused", rope="fused", swiglu="fused")
     _, choices = resolve_operations(asked, model=model, device="cuda", dtype=torch.bfloat16)
-    has = [kind for kind in LOADERS if not_in(model, kind) is None]
+    has = [kind for kind in KINDS if not_in(model, kind) is None]
     assert {kind: choices[kind].reason for kind in has if choices[kind].used != "fused"} == {}
     N, H, inner = 16_384, model.hidden_size, model.intermediate_size
     hidden, weight = draw("cuda", torch.bfloat16, (N, H), (H,))

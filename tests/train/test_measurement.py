@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
-from train.train_runs import losses, run_here, run_many, tiny_config
+from train.train_runs import VOCABULARY, losses, run_here, run_many, tiny_config
 
 from mfubench.config import KernelsConfig
+from mfubench.data.meta import TokenizerMeta, write_meta
 from mfubench.run_log import read_steps
-from mfubench.train.adaptive import enough, median_interval, warmup_length
+from mfubench.train.adaptive import bootstrap_interval, enough, warmup_length
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +126,33 @@ def test_evaluation_and_gradient_statistics_do_not_depend_on_the_parallelism(dat
                 assert found.layers[layer] == pytest.approx(values, rel=1e-3, abs=1e-7)
 
 
+def write_tokenizer(folder: Path, sha256: str) -> Path:
+    """A tokenizer of the vocabulary of the tiny dataset, which was prepared with one of hash 0000…"""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    folder.mkdir()
+    Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    meta = TokenizerMeta(
+        name="words", kind="files", source="here", vocab_size=VOCABULARY, largest_id=VOCABULARY - 1, eos_id=0,
+        eos_token="w0", sha256=sha256, vocabulary_sha256=sha256, encoder="tokenizers",
+    )  # fmt: skip
+    write_meta(meta, folder)
+    return folder
+
+
+def test_text_is_sampled_with_the_tokenizer_of_the_data_alone(data, tmp_path):
+    config = tiny_config(max_iters=2, sample_tokens=3)
+    own = write_tokenizer(tmp_path / "own", "0" * 64)
+    log = run_here(config, data, tmp_path / "work", "--tokenizer", str(own))
+    assert [word[0] for word in log.sample.split()] == ["w", "w", "w"]
+    other = write_tokenizer(tmp_path / "other", "1" * 64)
+    with pytest.raises(AssertionError, match="was prepared with none, hash 0000"):
+        run_here(config, data, tmp_path / "refused", "--tokenizer", str(other))
+    without = config.model_copy(update={"sample_tokens": 0})  # which does not look at it
+    assert run_here(without, data, tmp_path / "refused", "--tokenizer", str(other)).sample is None
+
+
 def test_adaptive_length_ends_early_and_says_why(data, tmp_path):
     measurement = {"profile": "none", "adaptive": True, "min_steps": 20, "tolerance": 0.3, "warmup_steps": 2}
     log = run_here(tiny_config(max_iters=400, measurement=measurement), data, tmp_path)
@@ -156,10 +185,10 @@ def test_interval_holds_the_median_and_widens_with_autocorrelation():
     noise = generator.standard_normal(400)
     independent = 1 + 0.01 * noise
     slow = 1 + 0.01 * np.convolve(noise, np.ones(10) / np.sqrt(10), mode="same")
-    low, high = median_interval(independent)
+    low, high = bootstrap_interval(independent)
     assert low < np.median(independent) < high
     assert high - low < 0.006
-    slow_low, slow_high = median_interval(slow)
+    slow_low, slow_high = bootstrap_interval(slow)
     assert slow_high - slow_low > 1.5 * (high - low)
 
 

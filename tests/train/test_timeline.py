@@ -118,6 +118,18 @@ def test_a_run_that_trains_on_equals_one_that_was_not_interrupted(trained, data,
     assert losses(log) == losses(whole)[6:]
 
 
+def test_a_run_that_continues_another_is_evaluated_at_its_start_and_not_when_it_goes_on(trained, data, tmp_path):
+    before, checkpoints = trained
+    evaluation, keeps = {"at_start": True, "iters": 2}, {"at_end": True}
+    first = continuing(max_iters=8, evaluation=evaluation, checkpoint=keeps)
+    log = run_here(first, data, tmp_path, "--start-from", str(checkpoints))
+    assert log.evaluations == before.evaluations and log.evaluations[0].step == 6
+    further = continuing(max_iters=10, evaluation=evaluation)
+    log = run_here(further, data, tmp_path, "--start-from", str(checkpoints), "--resume", "auto")
+    assert [step.step for step in log.steps] == [6, 7, 8, 9] and [resume.step for resume in log.resumes] == [6, 8]
+    assert log.evaluations == before.evaluations
+
+
 def test_a_checkpoint_that_is_not_there_is_told(data, tmp_path):
     only = {"only": True, "iters": 1}
     with pytest.raises(AssertionError, match="say where its checkpoints are"):

@@ -1,11 +1,11 @@
 """Run a command with GPUs of its own: `lease_cards.py --cards N [--devices 5,6] -- COMMAND …`."""
 
 import argparse
-import subprocess
 import sys
 
 from mfubench.config import ConfigError
 from mfubench.job import add_card_arguments, cards_for_job
+from mfubench.stop_signals import run_handing_on
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -15,6 +15,6 @@ if __name__ == "__main__":
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     try:
         with cards_for_job(arguments):
-            sys.exit(subprocess.run(command).returncode)
+            sys.exit(run_handing_on(command))  # the cards are given back once the command has ended
     except (ConfigError, TimeoutError) as error:
         sys.exit(f"error: {error}")

@@ -9,9 +9,9 @@ from mfubench.analysis.units import format_bytes, format_tflops
 from mfubench.ceilings.schema import Ceilings
 from mfubench.config import RunConfig
 from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
+from mfubench.fsdp_policy import ELEMENT_BYTES
 from mfubench.hardware import arithmetic_of_run, rank_share
 from mfubench.measured_runs import as_run
-from mfubench.memory import ELEMENT_BYTES
 from mfubench.step_model import (
     accumulation_bytes,
     chunk_sum_bytes,

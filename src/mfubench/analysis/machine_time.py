@@ -22,12 +22,7 @@ PARTS: Final = {
     "between": "evaluation, checkpoint, sample, logging",
     ENDS: "start and end of processes",
 }
-PART_OF_STEP: Final = {
-    "measured": MEASURED,
-    "compile": "first_steps",
-    "warmup": "first_steps",
-    "preheat": "preheat",
-}
+PART_OF_STEP: Final = {"measured": MEASURED, "compile": "first_steps", "warmup": "first_steps"}
 PART_OF_PHASE: Final = {
     "setup": "setup",
     "preheat": "preheat",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from mfubench.analysis.ideal import ATTENTION_PASSES, memory_traffic
 from mfubench.analysis.profiles import Profiled
 from mfubench.config import RunConfig
+from mfubench.fsdp_policy import ELEMENT_BYTES
 from mfubench.measured_runs import as_run
-from mfubench.memory import ELEMENT_BYTES
 from mfubench.step_model import Matmul, micro_step_matmuls
 
 # Arithmetic an element moved, counting multiply, add, divide, exponential and root as one each: a place on the axis of

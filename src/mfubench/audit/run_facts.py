@@ -30,7 +30,7 @@ def check_status(log: RunLog) -> list[Finding]:
         return [Finding("status_contradicts_steps", sentence, 0.97, "no rate")]
     warmup = log.config.measurement.warmup_steps
     sentence = (
-        f"all {len(log.steps)} steps are compilation, preheat or warm-up: the run has no rate; max_iters "
+        f"all {len(log.steps)} steps are compilation or warm-up: the run has no rate; max_iters "
         f"{log.config.max_iters} must exceed warmup_steps {warmup} and what compiles"
     )
     return [Finding("nothing_measured", sentence, 0.97)]
@@ -135,7 +135,7 @@ def check_steps(log: RunLog) -> list[Finding]:
     if numbers != sorted(numbers):
         sentence = "the steps are not in order: records of several processes were mixed"
         return [Finding("steps_miscounted", sentence, 0.95)]
-    done = sum(1 for step in own_steps(log) if step.phase != "preheat") + (log.resumes[-1].step if log.resumes else 0)
+    done = len(own_steps(log)) + (log.resumes[-1].step if log.resumes else 0)
     if done > log.config.max_iters and not log.config.evaluation.only:  # which does no step of those it tells of
         sentence = f"{done} steps were done where max_iters is {log.config.max_iters}: more work than the run claims"
         return [Finding("steps_miscounted", sentence, 0.95, log.config.max_iters)]

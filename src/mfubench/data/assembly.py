@@ -91,12 +91,13 @@ class Assembly:
 
     def append(self, part: Part, name: str, after: tuple[int, int], max_tokens: int | None) -> None:
         """Add a part's tokens; `after`: group and slice that come next; max_tokens: of the training split."""
-        journal = self.journal
+        journal, text_bytes = self.journal, part.text_bytes
         for split, state in journal.splits.items():
             tokens, documents = part.tokens[split], part.documents[split]
             source = part_path(self.folder, name, split)
             if split == "train" and max_tokens is not None and state.tokens + tokens > max_tokens:
                 tokens, documents = self._first_documents(source, max_tokens - state.tokens)
+                text_bytes -= sum(part.train_bytes[documents:])
             with source.open("rb") as read, self._path(split, len(state.closed)).open("ab") as write:
                 if tokens == part.tokens[split]:
                     shutil.copyfileobj(read, write, 2**22)
@@ -108,7 +109,7 @@ class Assembly:
                 self._close(split)
         journal.group, journal.slice = after
         journal.done_bytes += part.size
-        journal.text_bytes += part.text_bytes
+        journal.text_bytes += text_bytes
         for reason, count in part.skipped.items():
             journal.skipped[reason] = journal.skipped.get(reason, 0) + count
         write_text_atomically(self.folder / "journal.json", journal.model_dump_json())

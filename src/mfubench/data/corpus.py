@@ -179,7 +179,7 @@ def slices_of(corpus: CorpusConfig, paths: list[Path], size: int) -> list[Slice]
     path = paths[0]
     format_, compressed = file_format(path)
     if format_ == "parquet":
-        return _row_group_slices(path, total, size, corpus)
+        return _row_group_slices(path, total, size)
     if compressed or total <= size or (format_ == "txt" and not by_line(corpus)):
         return [Slice((Piece(path),), total)]
     starts = range(0, total, size)
@@ -190,7 +190,7 @@ def by_line(corpus: CorpusConfig) -> bool:
     return isinstance(corpus, LocalCorpus) and corpus.sample_by == "line"
 
 
-def _row_group_slices(path: Path, total: int, size: int, corpus: CorpusConfig) -> list[Slice]:
+def _row_group_slices(path: Path, total: int, size: int) -> list[Slice]:
     import pyarrow.parquet
 
     with stream_errors(path):

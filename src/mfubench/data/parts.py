@@ -36,6 +36,7 @@ class Part(Strict):
     documents: dict[SplitName, int]
     skipped: dict[str, int]
     text_bytes: int
+    train_bytes: list[int]  # UTF-8 bytes of each training document, where max_tokens may leave some of them out
     size: int  # bytes of the slice, as stored
 
 
@@ -65,38 +66,49 @@ def encode_slice(source: Slice, config: DatasetConfig, encoder: Encoder, folder:
     skipped: Counter[str] = Counter()
     tokens: dict[SplitName, int] = {"train": 0, "val": 0}
     documents: dict[SplitName, int] = {"train": 0, "val": 0}
-    text_bytes = 0
+    text_bytes, train_bytes = 0, list[int]()
     with contextlib.ExitStack() as stack:
         files = {split: stack.enter_context(_atomic(part_path(folder, name, split))) for split in tokens}
-        for texts, chosen, size in _batches(source, config, skipped):
-            text_bytes += size
+        for texts, chosen, sizes in _batches(source, config, skipped):
+            text_bytes += sum(sizes)
+            if config.max_tokens is not None:
+                train_bytes += [size for size, of in zip(sizes, chosen, strict=True) if of == "train"]
             ids = encoder.encode_batch(texts)
             for split in tokens:
                 mine = [array for array, of in zip(ids, chosen, strict=True) if of == split]
                 if mine:
                     tokens[split] += _write(mine, encoder, files[split])
                     documents[split] += len(mine)
-    part = Part(tokens=tokens, documents=documents, skipped=dict(skipped), text_bytes=text_bytes, size=source.size)
+    part = Part(
+        tokens=tokens,
+        documents=documents,
+        skipped=dict(skipped),
+        text_bytes=text_bytes,
+        train_bytes=train_bytes,
+        size=source.size,
+    )
     write_text_atomically(folder / f"{name}.json", part.model_dump_json())
     return part
 
 
 def _batches(
     source: Slice, config: DatasetConfig, skipped: Counter[str]
-) -> Iterator[tuple[list[str], list[SplitName], int]]:
-    """Documents in batches of about BATCH_BYTES: their texts, the split of each, and their size in bytes."""
+) -> Iterator[tuple[list[str], list[SplitName], list[int]]]:
+    """Documents in batches of about BATCH_BYTES: their texts, the split of each, and the size of each in bytes."""
     texts: list[str] = []
     chosen: list[SplitName] = []
-    size = 0
+    sizes: list[int] = []
+    total = 0
     for text, utf8 in read_documents(source, config, config.max_document_bytes, skipped):
         texts.append(text)
         chosen.append(split_of(utf8, config.val_fraction, config.seed))
-        size += len(utf8)
-        if size >= BATCH_BYTES:
-            yield texts, chosen, size
-            texts, chosen, size = [], [], 0
+        sizes.append(len(utf8))
+        total += len(utf8)
+        if total >= BATCH_BYTES:
+            yield texts, chosen, sizes
+            texts, chosen, sizes, total = [], [], [], 0
     if texts:
-        yield texts, chosen, size
+        yield texts, chosen, sizes
 
 
 def split_of(utf8: bytes, val_fraction: float, seed: int) -> SplitName:

@@ -1,6 +1,7 @@
 """The attention kernels, one signature: causal attention(q [B,T,H,D], k [B,T,KV,D], v [B,T,KV,D]) -> [B,T,H,D].
 
-Key/value heads may be fewer than query heads (GQA); each kernel but `eager` handles that without copying them.
+Key/value heads may be fewer than query heads (GQA); the kernels handle that without copying them, all but `eager` and,
+on CUDA in float32, `sdpa`.
 
 torch's own kernels are called as the operators that they are, not chosen through `sdpa_kernel`: that context manager
 acts while a graph is traced, leaves nothing in it, and so a compile cache could hand one backend's graph to another.

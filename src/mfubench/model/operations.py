@@ -57,16 +57,19 @@ class Operations:
 PLAIN = Operations()
 
 
-def load_norm(in_place: bool = True) -> dict[str, Any]:
-    from mfubench.model.fused.norm import add_norm
+def load_fused(kind: str, in_place: bool = True) -> dict[str, Any]:
+    """The field of Operations that the fused kernel of a kind fills. in_place: as for `resolve_operations`."""
+    if kind == "norm":
+        from mfubench.model.fused.norm import add_norm
 
-    return {"add_norm": add_norm}
+        return {"add_norm": add_norm}
+    if kind == "rope":
+        from mfubench.model.fused.rope import split_in_place, split_rotated
 
+        return {"split_heads": split_in_place if in_place else split_rotated}
+    from mfubench.model.fused.swiglu import swiglu as fused_swiglu
 
-def load_rope(in_place: bool = True) -> dict[str, Any]:
-    from mfubench.model.fused.rope import split_in_place, split_rotated
-
-    return {"split_heads": split_in_place if in_place else split_rotated}
+    return {"swiglu": fused_swiglu}
 
 
 def load_packed_attention(backend: str) -> Callable[..., Tensor]:
@@ -84,15 +87,6 @@ def load_swiglu_linear() -> dict[str, Any]:
     from mfubench.model.fused.swiglu import swiglu_linear
 
     return {"swiglu_linear": swiglu_linear}
-
-
-def load_swiglu(in_place: bool = True) -> dict[str, Any]:
-    from mfubench.model.fused.swiglu import swiglu as fused_swiglu
-
-    return {"swiglu": fused_swiglu}
-
-
-LOADERS = {"norm": load_norm, "rope": load_rope, "swiglu": load_swiglu}
 
 
 def resolve_operations(
@@ -211,7 +205,7 @@ def try_fused(
     if device.type != "cuda":
         return None, f"Triton's kernels need a CUDA device, not {device.type}"
     try:
-        fused = LOADERS[kind](in_place)
+        fused = load_fused(kind, in_place)
     except Exception as error:
         return None, f"needs triton ({type(error).__name__}: {error})"
     try:

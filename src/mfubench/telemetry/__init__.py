@@ -8,22 +8,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import psutil
-
 from mfubench.telemetry import sampler_process
 from mfubench.telemetry.summary import Interval, read_samples, summarize_samples
 
-__all__ = ["OtherProcess", "Sampler", "other_processes_on"]
-
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 20.0  # a driver that hangs costs the samples, not the run
 
 
 class Sampler:
@@ -57,7 +53,7 @@ class Sampler:
         with contextlib.suppress(OSError):  # where it died, the run goes on without samples
             self.process.stdin.write(json.dumps(self.request) + "\n")
             self.process.stdin.flush()
-            self.process.stdout.readline()  # "ready", or the end of the file
+            select.select([self.process.stdout], [], [], START_TIMEOUT_S)  # "ready", or the end of the file
         return self
 
     def __exit__(
@@ -104,42 +100,3 @@ def physical_card(index: int) -> int | str:
     if index >= len(visible):
         return index
     return int(visible[index]) if visible[index].isdigit() else visible[index]
-
-
-@dataclass(frozen=True)
-class OtherProcess:
-    """A process of someone else on a card."""
-
-    pid: int
-    name: str | None  # None where it lives outside this container
-    memory_gib: float | None
-
-
-def other_processes_on(gpu_index: int) -> list[OtherProcess]:
-    """Compute processes on a card (CUDA's number in this process) that are neither this one nor its relatives.
-
-    Empty without NVML. In a container whose process ids differ from the host's, ask before using the card: own
-    processes cannot be told apart there.
-    """
-    nvml, handles, _ = sampler_process.open_cards([physical_card(gpu_index)])
-    if not handles:
-        return []
-    current = psutil.Process()
-    own = {current.pid, *(process.pid for process in (*current.parents(), *current.children(recursive=True)))}
-    found = sampler_process.ask(nvml.nvmlDeviceGetComputeRunningProcesses, handles[0]) or []
-    return [
-        OtherProcess(
-            pid=process.pid,
-            name=process_name(process.pid),
-            memory_gib=process.usedGpuMemory / 2**30 if process.usedGpuMemory is not None else None,
-        )
-        for process in found
-        if process.pid not in own
-    ]
-
-
-def process_name(pid: int) -> str | None:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:
-        return None

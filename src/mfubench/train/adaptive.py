@@ -19,7 +19,7 @@ def warmup_length(times: np.ndarray) -> int:
     return int(np.argmin(errors))
 
 
-def median_interval(times: np.ndarray, seed: int = 0) -> tuple[float, float]:
+def bootstrap_interval(times: np.ndarray, seed: int = 0) -> tuple[float, float]:
     """95 % interval of the median of autocorrelated times, by a circular block bootstrap (Politis and Romano, 1992)."""
     count = len(times)
     length = max(1, round(count ** (1 / 3)))
@@ -37,7 +37,7 @@ def enough(times: list[float], min_steps: int, tolerance: float) -> tuple[int, s
     measured = series[warmup:]
     if len(measured) < min_steps:
         return None
-    low, high = median_interval(measured)
+    low, high = bootstrap_interval(measured)
     median = float(np.median(measured))
     half_width = (high - low) / 2 / median
     if half_width > tolerance:

@@ -8,29 +8,17 @@ import shlex
 import socket
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import psutil
 import torch
 
-from mfubench.machine import cpu_name
+from mfubench.machine import KERNEL_PACKAGES, cpu_name, describe_cards, installed_version
 from mfubench.run_log import Environment, Gpu
 from mfubench.train.process import Process
 
 # Packages whose version changes speed or results, beside torch
-PACKAGES = (
-    "flash-attn",
-    "flash-attn-3",
-    "flash-attn-4",
-    "liger-kernel",
-    "nvidia-cudnn-frontend",
-    "quack-kernels",
-    "torchao",
-    "triton",
-    "xformers",
-    "numpy",
-)
+PACKAGES = ("nvidia-cudnn-frontend", "numpy", *(name for name in KERNEL_PACKAGES if name != "torch"))
 # Environment variables that change speed...
 PREFIXES = (
     *("OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "UCX_", "FI_"),
@@ -52,13 +40,13 @@ def capture_environment(process: Process) -> Environment:
         cpu_count=os.cpu_count() or 1,
         cpu_threads=torch.get_num_threads(),
         memory_gib=psutil.virtual_memory().total / 2**30,
-        driver=nvidia_driver() if on_cuda else None,
+        driver=describe_cards()[1] if on_cuda else None,
         cuda=torch.version.cuda,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if on_cuda else None,
         cudnn=cudnn_version() if on_cuda else None,
         torch=torch.__version__,
         python=platform.python_version(),
-        packages={name: version for name in PACKAGES if (version := package_version(name))},
+        packages={name: version for name in PACKAGES if (version := installed_version(name))},
         git_commit=commit,
         git_dirty=dirty,
         slurm_job_id=os.environ.get("SLURM_JOB_ID"),
@@ -102,27 +90,10 @@ def describe_gpu(process: Process) -> Gpu:
     )
 
 
-def nvidia_driver() -> str | None:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlSystemGetDriverVersion()
-    except pynvml.NVMLError:
-        return None
-
-
 def cudnn_version() -> str | None:
     """Readable form of cuDNN's number: 91900 -> 9.19.0."""
     number = torch.backends.cudnn.version()
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else None
-
-
-def package_version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def git_state() -> tuple[str | None, bool | None]:

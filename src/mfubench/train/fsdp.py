@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mfubench.config import CommunicationConfig, RunConfig
 from mfubench.flops import count_parameters
-from mfubench.memory import GIB, fsdp_keeps_weights, fsdp_without_sum
+from mfubench.fsdp_policy import GIB, fsdp_keeps_weights, fsdp_without_sum
 from mfubench.model import Decoder
 from mfubench.model.decoder import Head
 from mfubench.model.weight_gradient import Linear, MainGradient

@@ -114,8 +114,8 @@ def run_steps(training: Training, reporter: Reporter) -> None:
     gradients = GradientMeter(training.engine, optimizer, process)
     control = Control(config, process, log)
 
-    if config.evaluation.at_start and first_step == 0:
-        evaluate_now(training, done=0)
+    if config.evaluation.at_start and not training.goes_on:
+        evaluate_now(training, done=first_step)
     gc.collect()
     gc.freeze()  # what lives now stays; what dies later is collected at control points, not within a step
     gc.disable()

@@ -23,7 +23,7 @@ from mfubench.run_log import Phase, RankMemory, RunLog, Step
 from mfubench.train.process import Process
 
 Mark = float | torch.cuda.Event
-StepPhase = Literal["preheat", "compile", "warmup", "measured"]
+StepPhase = Literal["compile", "warmup", "measured"]
 PhaseKind = Literal["setup", "preheat", "evaluation", "checkpoint", "profile", "sample", "logging"]
 
 

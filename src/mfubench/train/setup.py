@@ -130,7 +130,7 @@ def build_engine(config: RunConfig, resolved: Resolved, process: Process) -> tup
     return model, engine
 
 
-def count_parameters(model: Decoder, config: RunConfig) -> Parameters:
+def count_parameters(model: Decoder) -> Parameters:
     """Parameters of the module that runs; `matmul` leaves out tables that are looked up and vectors."""
     sizes = {id(p): p.numel() for p in model.parameters()}
     multiplied = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)}

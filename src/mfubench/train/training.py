@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mfubench.config import ConfigError, RunConfig
-from mfubench.data.reader import TokenDataset
+from mfubench.data.reader import TokenDataset, check_tokenizer
 from mfubench.model import Decoder
 from mfubench.model.kernels import kernels_match, profile_kernels
 from mfubench.run_log import Resume, RunLog, Wall, write_run_log
@@ -56,6 +56,7 @@ class Training:
     val_tokens: TokenDataset | None
     recorder: Recorder
     first_step: int = 0
+    goes_on: bool = False  # from a checkpoint of its own, after steps that it did itself
     position: int = 0  # the next unread sequence of the endless stream
     began: float = field(default_factory=process_began)
 
@@ -70,6 +71,8 @@ def build(
     """Data, model and optimizer, from the last checkpoint where there is one to go on from."""
     t0 = time.perf_counter()
     train_tokens, val_tokens, log.dataset = open_data(paths.data, config)
+    if config.sample_tokens and paths.tokenizer is not None:
+        check_tokenizer(train_tokens.meta, paths.tokenizer)
     model, engine = build_engine(config, resolved, process)
     optimizer = Optimizer(
         engine,
@@ -78,7 +81,7 @@ def build(
         scale_loss=resolved.dtype == torch.float16,
         fused=resolved.used["adamw"].used == "fused",
     )
-    log.parameters, log.flop_terms = count_parameters(model, config), run_flop_terms(config)
+    log.parameters, log.flop_terms = count_parameters(model), run_flop_terms(config)
     if process.is_main:
         prepare_folder(paths.checkpoints, resume, config, log.parameters.total)
     process.barrier()
@@ -89,6 +92,7 @@ def build(
     own = latest(paths.checkpoints) if resume else None
     if (start := own or first_checkpoint(config, paths)) is not None:
         training.first_step, training.position = checkpoint.load(start, training.state, log)
+        training.goes_on = own is not None and training.first_step > 0
         log.resumes.append(Resume(step=training.first_step, at=datetime.now(UTC).isoformat()))
         recorder.take_history()
     elif config.evaluation.only:

@@ -15,7 +15,7 @@ from typing import Any
 import mfubench
 from mfubench.analysis.measures import measure
 from mfubench.calibration import shipped_calibration
-from mfubench.code_digest import code_digest
+from mfubench.code_digest import TRAINING, code_digest
 from mfubench.config import ConfigError, KernelsConfig, RunConfig
 from mfubench.experiments import Overrides, build_run, merge
 from mfubench.job import cards_for_job
@@ -29,8 +29,6 @@ from mfubench.tune.search import LARGEST_MICRO_BATCH, BudgetSpent, Search, Setti
 
 TUNED = ("micro_batch_size", "gradient_accumulation_steps", "parallelism", "activation_checkpointing", "world_size")
 SOURCE = Path(mfubench.__file__).parent
-# What a trial's numbers depend on beside its configuration and the machine
-TRAINING_CODE = ("config.py", "run_log.py", "model", "train", "data/reader.py")
 # Exit codes of a run that was asked to stop: in order, or before it could listen
 STOPPED = (75, -signal.SIGTERM, -signal.SIGINT)
 START_ON_CPU = 8  # first micro-batch where memory is the whole machine's and would allow thousands
@@ -194,7 +192,7 @@ def fingerprint() -> str:
     """This machine and the code that trains: a run of others is no answer here, so it is not found."""
     machine = describe_machine()
     identity = json.dumps({key: machine[key] for key in IDENTITY}, sort_keys=True)
-    return identity + code_digest([SOURCE / name for name in TRAINING_CODE])
+    return identity + code_digest([SOURCE / name for name in TRAINING])
 
 
 def run_trial(request: Request, setting: Setting, place: str, seconds_left: float) -> Trial:

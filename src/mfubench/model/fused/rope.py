@@ -42,7 +42,7 @@ def inverse_root_mean_square(first, second, head_dim, eps):
 
 
 @triton.jit
-def norm_weights(query_weight, key_weight, pairs, half, is_query, inside):
+def norm_weights(query_weight, key_weight, pairs, half, is_query):
     """The norm's weight at the two halves of each head, [heads, D/2] each."""
     query_first = tl.load(query_weight + pairs, mask=pairs < half, other=0.0).to(tl.float32)
     query_second = tl.load(query_weight + half + pairs, mask=pairs < half, other=0.0).to(tl.float32)
@@ -81,7 +81,7 @@ def rope_forward_kernel(
     second = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         inverse = inverse_root_mean_square(first, second, head_dim, eps)
-        first_weight, second_weight = norm_weights(query_weight, key_weight, pairs, half, is_query, inside)
+        first_weight, second_weight = norm_weights(query_weight, key_weight, pairs, half, is_query)
         first = tl.where(is_rotated, first * inverse * first_weight, first)
         second = tl.where(is_rotated, second * inverse * second_weight, second)
     angles = (token % positions) * half + pairs
@@ -204,7 +204,7 @@ def rope_backward_kernel(
             unit_first, unit_second = unit_first * inverse, unit_second * inverse
             grad_first_weight += first * unit_first
             grad_second_weight += second * unit_second
-            first_weight, second_weight = norm_weights(query_weight, key_weight, pairs, half, is_query, inside)
+            first_weight, second_weight = norm_weights(query_weight, key_weight, pairs, half, is_query)
             through_first, through_second = first * first_weight, second * second_weight
             along = tl.sum(through_first * unit_first, axis=1) + tl.sum(through_second * unit_second, axis=1)
             along = (along / head_dim)[:, None]
