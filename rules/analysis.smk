@@ -47,7 +47,7 @@ rule tabulate_runs:
         code=table_code() + PROFILE_CODE,
         facts=FACTS,
     shell:
-        'python "$MFUBENCH_SCRIPTS"/tabulate_runs.py --study-dir $(dirname {input.study}) --output-dir $(dirname {output.runs}) 2>&1 | tee {log}'
+        'python "$MFUBENCH_SCRIPTS"/tabulate_runs.py --study-dir $(dirname {input.study}) --output-dir $(dirname {output.runs}) 2>&1 | tee -i {log}'
 
 
 rule plot_throughput:
@@ -73,7 +73,7 @@ rule plot_throughput:
         code=plot_code("throughput"),
         facts=FACTS,
     shell:
-        'python "$MFUBENCH_SCRIPTS"/plot_{params.figure}.py --study-dir $(dirname {input.study}) --output {output} 2>&1 | tee {log}'
+        'python "$MFUBENCH_SCRIPTS"/plot_{params.figure}.py --study-dir $(dirname {input.study}) --output {output} 2>&1 | tee -i {log}'
 
 
 use rule plot_throughput as plot_ladder with:
@@ -233,7 +233,7 @@ rule write_report:
         facts=FACTS,
     shell:
         'python "$MFUBENCH_SCRIPTS"/write_report.py --study-dir $(dirname {input.study}) --html {output.html}'
-        " --markdown {output.markdown} --summary {output.summary} 2>&1 | tee {log}"
+        " --markdown {output.markdown} --summary {output.summary} 2>&1 | tee -i {log}"
 
 
 rule audit_study:
@@ -257,7 +257,7 @@ rule audit_study:
         code=analysis_code("audit", "kernel_families.py", "analysis/study.py"),
         facts=FACTS,
     shell:
-        'python "$MFUBENCH_SCRIPTS"/audit_study.py --study-dir $(dirname {input.study}) --output {output.audit} 2>&1 | tee {log}'
+        'python "$MFUBENCH_SCRIPTS"/audit_study.py --study-dir $(dirname {input.study}) --output {output.audit} 2>&1 | tee -i {log}'
 
 
 # The last rule: a number that cannot be fails the study, and the report and the audit stand.
@@ -273,4 +273,4 @@ rule check_audit:
     conda:
         "../envs/mfubench.yaml"
     shell:
-        'python "$MFUBENCH_SCRIPTS"/check_audit.py {input.audit} 2>&1 | tee {log}'
+        'python "$MFUBENCH_SCRIPTS"/check_audit.py {input.audit} 2>&1 | tee -i {log}'

@@ -18,4 +18,4 @@ rule prepare_dataset:
         folder=f"{RESOURCES}/datasets/{{dataset}}",
     shell:
         'python "$MFUBENCH_SCRIPTS"/prepare_dataset.py --config {params.config:q}'
-        " --tokenizer {params.tokenizer} --output {params.folder} --workers {threads} 2>&1 | tee {log}"
+        " --tokenizer {params.tokenizer} --output {params.folder} --workers {threads} 2>&1 | tee -i {log}"

@@ -11,7 +11,7 @@ rule record_machine:
     params:
         generation=MACHINE.generation,
     shell:
-        'python "$MFUBENCH_SCRIPTS"/record_machine.py --output {output.machine} 2>&1 | tee {log}'
+        'python "$MFUBENCH_SCRIPTS"/record_machine.py --output {output.machine} 2>&1 | tee -i {log}'
 
 
 rule measure_ceilings:
@@ -36,4 +36,4 @@ rule measure_ceilings:
     shell:
         'python "$MFUBENCH_SCRIPTS"/lease_cards.py {params.lease} --'
         ' python "$MFUBENCH_SCRIPTS"/measure_ceilings.py --request {params.request:q} --output {output.ceilings}'
-        " 2>&1 | tee {log}"
+        " 2>&1 | tee -i {log}"

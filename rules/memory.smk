@@ -37,4 +37,4 @@ rule search_memory:
         options=search_options,
     shell:
         'python "$MFUBENCH_SCRIPTS"/search_memory.py --search {params.search:q} {params.options}'
-        " --machine {input.machine} --output {output.limit} 2>&1 | tee {log}"
+        " --machine {input.machine} --output {output.limit} 2>&1 | tee -i {log}"

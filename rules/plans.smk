@@ -28,4 +28,4 @@ rule plan_models:
         facts=FACTS + PREDICTION_FACTS,
     shell:
         'python "$MFUBENCH_SCRIPTS"/plan_models.py --plan {params.plan:q} --output {output.plan} --table {output.table}'
-        " --isoflops {output.isoflops} --loss-surface {output.loss_surface} 2>&1 | tee {log}"
+        " --isoflops {output.isoflops} --loss-surface {output.loss_surface} 2>&1 | tee -i {log}"

@@ -20,7 +20,7 @@ rule run_smoke:
         options=run_options("smoke"),
     shell:
         'python "$MFUBENCH_SCRIPTS"/train_model.py --config {params.config:q} {params.options}'
-        " --machine {input.machine} --output {output.run} 2>&1 | tee {log}"
+        " --machine {input.machine} --output {output.run} 2>&1 | tee -i {log}"
 
 
 rule check_smoke:
@@ -37,4 +37,4 @@ rule check_smoke:
     params:
         code=SMOKE_CODE,
     shell:
-        'python "$MFUBENCH_SCRIPTS"/check_smoke.py {input.run} 2>&1 | tee {log}'
+        'python "$MFUBENCH_SCRIPTS"/check_smoke.py {input.run} 2>&1 | tee -i {log}'

@@ -15,4 +15,4 @@ rule get_tokenizer:
         folder=f"{RESOURCES}/tokenizers/{{tokenizer}}",
     shell:
         'python "$MFUBENCH_SCRIPTS"/get_tokenizer.py --config {params.config:q}'
-        " --output {params.folder} 2>&1 | tee {log}"
+        " --output {params.folder} 2>&1 | tee -i {log}"

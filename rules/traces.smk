@@ -13,4 +13,4 @@ rule keep_trace:
         work=work_of_run,
     shell:
         'python "$MFUBENCH_SCRIPTS"/keep_trace.py --run {input.run} --work {params.work} --output {output.trace}'
-        " 2>&1 | tee {log}"
+        " 2>&1 | tee -i {log}"

@@ -36,4 +36,4 @@ rule export_model:
         code=EXPORT_CODE,
     shell:
         'python "$MFUBENCH_SCRIPTS"/export_model.py --work {params.work} --tokenizer $(dirname {input.tokenizer})'
-        " --output $(dirname {output.config}) 2>&1 | tee {log}"
+        " --output $(dirname {output.config}) 2>&1 | tee -i {log}"

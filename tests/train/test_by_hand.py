@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -18,11 +23,44 @@ from mfubench.train.checkpoint_folders import latest
 SMALL = (f"model.vocab_size={VOCABULARY}", "model.num_hidden_layers=1", "seq_len=16", "device=cpu", "dtype=float32")
 
 
-def start(data, output, *words: str) -> subprocess.Popen[str]:
+def command_line(data, output, *words: str) -> list[str]:
     call = "from mfubench.cli import main; main()"
     options = ("--data", str(data), "--output", str(output))
-    command = [sys.executable, "-c", call, "train", "llama2-tiny", *SMALL, *words, *options]
+    return [sys.executable, "-c", call, "train", "llama2-tiny", *SMALL, *words, *options]
+
+
+def start(data, output, *words: str) -> subprocess.Popen[str]:
+    command = command_line(data, output, *words)
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def start_in_terminal(data, output, *words: str) -> tuple[subprocess.Popen[bytes], int]:
+    """The command as the foreground job of a terminal of its own, and that terminal's other end."""
+    terminal, inside = pty.openpty()
+
+    def take_terminal() -> None:
+        fcntl.ioctl(inside, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        command_line(data, output, *words),
+        env=environment(),
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+    )
+    os.close(inside)
+    return process, terminal
+
+
+def read_terminal(terminal: int) -> str:
+    """All that is shown until the last program with this terminal has ended."""
+    shown = b""
+    with contextlib.suppress(OSError):  # how Linux says that nobody is left
+        while piece := os.read(terminal, 4096):
+            shown += piece
+    return shown.decode()
 
 
 def call(data, output, *words: str) -> tuple[int, str]:
@@ -57,6 +95,27 @@ def test_a_killed_run_is_gone_on_from_or_replaced_as_its_user_says(data, tmp_pat
     code, stderr = call(data, output, "max_iters=2", "--anew")
     assert code == 0 and f"starting anew: {last}, an earlier run's, is removed" in stderr
     assert latest(work / "checkpoints") is None and read_run_log(output).resumes == []
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_in_a_terminal_stops_with_a_checkpoint(data, tmp_path, ranks):
+    """The terminal sends it to all of its foreground processes at once: it counts once."""
+    output, work = tmp_path / "run.json", tmp_path / "run-work"
+    longer_steps = ("model.num_hidden_layers=8", "gradient_accumulation_steps=8")
+    words = ("max_iters=100000", "measurement.profile=none", f"world_size={ranks}", *longer_steps)
+    process, terminal = start_in_terminal(data, output, *words)
+    reader = ThreadPoolExecutor(1).submit(read_terminal, terminal)
+    wait_for_step(work, 10, process)
+    os.write(terminal, b"\x03")
+    assert process.wait(timeout=120) == 75
+    shown = reader.result(timeout=60)
+    os.close(terminal)
+    last = latest(work / "checkpoints")
+    assert last is not None and "stopped on request" in shown and str(last) in shown and "Traceback" not in shown
+    done = int(last.name.removeprefix("step-"))
+    code, stderr = call(data, output, f"max_iters={done + 1}", f"world_size={ranks}", *longer_steps, "--resume")
+    assert code == 0 and [resume.step for resume in read_run_log(output).resumes] == [done], stderr
 
 
 @pytest.mark.faults

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import torch
 
+import mfubench
 from mfubench.machine import KERNEL_PACKAGES, cpu_name, describe_cards, installed_version
 from mfubench.run_log import Environment, Gpu
 from mfubench.train.process import Process
@@ -46,7 +47,8 @@ def capture_environment(process: Process) -> Environment:
         cudnn=cudnn_version() if on_cuda else None,
         torch=torch.__version__,
         python=platform.python_version(),
-        packages={name: version for name in PACKAGES if (version := installed_version(name))},
+        packages={"mfubench": mfubench.__version__}
+        | {name: version for name in PACKAGES if (version := installed_version(name))},
         git_commit=commit,
         git_dirty=dirty,
         slurm_job_id=os.environ.get("SLURM_JOB_ID"),
