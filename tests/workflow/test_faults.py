@@ -109,6 +109,30 @@ def test_a_killed_snakemake_leaves_its_run_alone_and_none_is_made_twice(story, t
     assert (story.folder / PLAIN).stat().st_mtime_ns == before
 
 
+def test_ctrl_c_stops_a_training_with_a_checkpoint(story):
+    """A terminal sends it to snakemake, the job and what writes its log at once."""
+    short, long = "pretrain: {max_iters: 4,", "pretrain: {max_iters: 100000,"
+    story.edit("study.yaml", short, long)
+    work = story.folder / RESULTS / "work" / "training" / "pretrain"
+    before = set(work.glob("*"))
+    process = story.start_snakemake(TRAINING)
+    deadline = time.monotonic() + 300
+    while not (steps := [path for new in set(work.glob("*")) - before for path in new.glob("steps.jsonl")]):
+        assert process.poll() is None and time.monotonic() < deadline, "the training did not begin"
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0 and not (story.folder / TRAINING).exists()
+    assert "stopped on request" in output and "Traceback" not in output
+    assert list(steps[0].parent.glob("checkpoints/step-*/.metadata")), output[-4000:]
+    log = (story.folder / RESULTS / "logs" / "training" / "pretrain.log").read_text()
+    assert "goes on from it when snakemake is called again" in log
+
+    story.edit("study.yaml", long, short)
+    story.snakemake(TRAINING)
+    assert not story.stale(TRAINING)
+
+
 def test_a_second_snakemake_in_the_folder_is_refused_and_the_first_ends_well(story, tmp_path):
     go = tmp_path / "go"
     process = held(story, LARGE, go)
