@@ -123,11 +123,11 @@ def test_too_large_a_run_is_left_out_with_its_reason_or_stops():
 
 BAD_INPUT = [
     ({"bogus": 1}, r"f\.yaml.bogus: unknown key"),
-    ({"base": {**DEFAULT["base"], "micro_batchsize": 4}}, r"micro_batchsize: unknown key"),
+    ({"base": {**DEFAULT["base"], "micro_batchsize": 4}}, r"f\.yaml: base\.micro_batchsize: unknown key"),
     ({"base": {**DEFAULT["base"], "micro_batch_size": 0}}, r"micro_batch_size: found 0; .*greater than or equal to 1"),
     ({"base": {**DEFAULT["base"], "optimizer": {"learning_rate": "1e-3"}}}, r"found '1e-3'.*write 1\.0e-3"),
     ({"base": {**DEFAULT["base"], "model": {"preset": "llama2-tiny", "hidden_size": 130}}}, "not divisible"),
-    ({"base": {**DEFAULT["base"], "model": "llama2-tinny"}}, r"did you mean 'llama2-tiny'"),
+    ({"base": {**DEFAULT["base"], "model": "llama2-tinny"}}, r"base\.model: .*did you mean 'llama2-tiny'"),
     ({"base": {**DEFAULT["base"], "attention": "flash"}}, r"attention: found 'flash'; .*'sdpa'"),
     ({"base": {**DEFAULT["base"], "dataset": "nowhere"}}, r"found 'nowhere'; datasets of this study: stdlib"),
     ({"base": {**DEFAULT["base"], "world_size": 2, "parallelism": "none"}}, "world_size is 2"),

@@ -586,6 +586,13 @@ def run_command(*arguments: str) -> str:
     return result.output
 
 
+def test_command_says_what_it_took_for_granted_or_replaced():
+    many = run_command("qwen3-1.8b", "--gpu", "H100 SXM", "--gpus", "16", "--nodes", "2", "--micro-batch-size", "4")
+    assert "; 50 GB/s a card between nodes (--network-gb-s)" in many
+    one = run_command("llama2-1.36b", "--gpu", "H200", "--attention", "fa4", "--dtype", "float32")
+    assert "attention sdpa (fa4 has no float32), loss" in one and "between nodes" not in one
+
+
 def test_command_predicts_as_the_function_does():
     result = json.loads(
         run_command("llama2-1.36b", "--gpu", "B200", "--gpus", "8", "--micro-batch-size", "24", "--json")

@@ -316,6 +316,7 @@ def test_a_trial_ends_with_the_budget_and_nothing_is_said_to_fit_or_not(tmp_path
     result = tune("--data", data, "--output", folder, "--minutes", 0)
     assert result.exit_code == 1
     assert "the budget ended before everything was tried" in result.output
+    assert " (within none-none-micro-batch" in result.output and " steps); a longer one" in result.output
     assert "Nothing was measured: give it more --minutes." in result.output
     assert not list((folder / "runs").glob("*.json"))
 

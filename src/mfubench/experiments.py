@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import Field
 
+from mfubench.complaints import explain
 from mfubench.config import ConfigError, MemorySearch, RunConfig, Strict, parse
 from mfubench.data.config import DatasetConfig, TokenizerConfig
 from mfubench.flops import count_parameters
@@ -148,7 +149,7 @@ def expand_study(values: dict[str, Any], source: str, gpus_per_node: int) -> Stu
     Raises ConfigError naming file, key path, what was found and what is allowed.
     """
     config: StudyConfig = parse(StudyConfig, values, source)
-    refuse_names(config.base, f"{source}: base")
+    check_base(config.base, f"{source}: base")
     runs: dict[str, RunConfig] = {}
     searches: dict[str, MemorySearch] = {}
     for stage in STAGES:
@@ -156,7 +157,7 @@ def expand_study(values: dict[str, Any], source: str, gpus_per_node: int) -> Stu
         if declared is None:
             continue
         where = f"{source}: experiments.{stage}"
-        refuse_names(declared.base, f"{where}.base")
+        check_base(declared.base, f"{where}.base")
         for case, overrides, at in expand_stage(declared, where):
             for repeat in range(declared.repeats):
                 name = f"{stage}/{case}" + (f"-repeat{repeat}" if repeat else "")
@@ -197,11 +198,24 @@ def warn_of_cpu(study: Study) -> str | None:
     )
 
 
-def refuse_names(overrides: Overrides, where: str) -> None:
-    """A run's name and repeat follow from its place in the study."""
-    for key in ("name", "repeat"):
-        if key in overrides:
+def check_base(overrides: Overrides, where: str) -> None:
+    """What is wrong with a base by itself is said of it, not of the first case that it is under.
+
+    A run's name and repeat cannot be set: they follow from its place in the study.
+    """
+    try:
+        base = nest(overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    for key, value in base.items():
+        if key in ("name", "repeat"):
             raise ConfigError(f"{where}.{key}: cannot be set; case names are keys, repeats the stage's `repeats`")
+        # global_batch_size may be stated; whether it is right depends on the case
+        if key not in {*RunConfig.model_fields, *MemorySearch.model_fields, "global_batch_size"}:
+            fault = {"type": "extra_forbidden", "loc": (key,), "input": value, "msg": ""}
+            raise ConfigError(explain(fault, where, RunConfig))
+    if isinstance(base.get("model"), str):
+        resolve_model(base["model"], where)
 
 
 def resolve_extends(values: dict[str, Any], folder: Path, source: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class Prediction:
     largest_micro_batch_size: int  # that may fit: by tensors alone, without the count's error
     calibrated: bool
     basis: str  # a sentence: what the numbers stand on
+    network_gb_s: float | None  # that was taken, between nodes, a card; None on one node
     micro_batch_basis: str = "given"  # in words, how the micro-batch was chosen
 
     @property
@@ -58,6 +59,7 @@ class Prediction:
         """Plain data, units in the keys."""
         return {
             "gpu": self.gpu,
+            "network_gb_s": self.network_gb_s,
             "config": self.config.model_dump(mode="json"),
             "step_time_s": self.step_time_s,
             "error_fraction": self.error_fraction,
@@ -134,6 +136,7 @@ def predict(
         largest_micro_batch_size=largest_micro_batch(config, rates.memory_gib, calibration.memory),
         calibrated=bool(calibration.runs),
         basis=explain_basis(calibration, key, rates, calibration.unseen(config)),
+        network_gb_s=rates.network_gb_s if config.nnodes > 1 else None,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,24 +42,38 @@ class View:
     held_out_loss: float | None = None  # of the last evaluation, once the run has ended
 
 
-def watch_run(path: Path, *, once: bool, interval_s: float) -> None:
-    """Show a run until it ends. Raises ConfigError where there is none."""
+def watch_run(path: Path, *, once: bool, interval_s: float, until: Callable[[], bool] = lambda: False) -> None:
+    """Show a run until it ends, or `until` says so. Raises ConfigError where there is none."""
     console = Console()
     view = look(path)
     if once or view.finished:
         console.print(render(view))
         return
     with Live(render(view), console=console, auto_refresh=False) as display:
-        try:
-            while not view.finished:
-                time.sleep(interval_s)
-                try:
-                    view = look(path)
-                except (ConfigError, FileNotFoundError):  # started anew: its files are gone for a moment
-                    continue
-                display.update(render(view), refresh=True)
-        except KeyboardInterrupt:
-            return
+        while not view.finished and not until():
+            time.sleep(interval_s)
+            try:
+                view = look(path)
+            except (ConfigError, FileNotFoundError):  # started anew: its files are gone for a moment
+                continue
+            display.update(render(view), refresh=True)
+
+
+def follow_study(folder: Path, *, interval_s: float) -> None:
+    """Show the runs below a folder one after the other, each until it ends, until Ctrl-C.
+
+    Raises ConfigError where there is none yet, in the end KeyboardInterrupt.
+    """
+    shown = None
+    while True:
+        work = newest_run(folder)
+        attempt = (work, modified_at(work / "partial.json"))
+        if attempt == shown:
+            time.sleep(interval_s)
+            continue
+        # one that was killed never ends: it is over once another begins
+        watch_run(work, once=False, interval_s=interval_s, until=lambda work=work: newest_run(folder) != work)
+        shown = attempt
 
 
 def look(path: Path) -> View:

@@ -155,5 +155,5 @@ def test_studies_without_a_common_case_are_not_without_regression(gpu_study: Pat
 def test_report_command(changed_study: Path):
     result = CliRunner().invoke(app, ["report", str(changed_study), "--partial"])
     assert result.exit_code == 0, result.output
-    for name in ("report.html", "report.md", "summary.json", "tables/runs.csv"):
+    for name in ("report.html", "report.md", "summary.json", "tables/runs.csv", "figures/throughput.png"):
         assert (changed_study / name).stat().st_size > 100

@@ -10,7 +10,9 @@ import pytest
 from factories import make_run_log
 from rich.console import Console
 from train.train_runs import run_here, tiny_config
+from typer.testing import CliRunner
 
+from mfubench.cli import app
 from mfubench.config import ConfigError
 from mfubench.run_log import Evaluation, append_step, write_json, write_run_log
 from mfubench.run_plot import plot_run
@@ -57,6 +59,8 @@ def test_the_end_of_a_run_names_first_and_last_losses_and_the_sample_on_a_line()
     losses = [4.0, None, *(3.5 - step / 100 for step in range(2, 9))]
     evaluations = [Evaluation(step=10 * n, loss=loss, tokens=64) for n, loss in enumerate(losses)]
     log = make_run_log().model_copy(update={"evaluations": evaluations, "sample": "Once\n upon" + " a time" * 100})
+    unmeasured = log.model_copy(update={"steps": [step for step in log.steps if step.phase != "measured"]})
+    assert describe_end(log)[0] == f"{log.name}: ok" and "no step was measured: all" in describe_end(unmeasured)[0]
     *_, loss, sample = describe_end(log)
     assert loss == (
         "  validation loss: 4.0000 after 0 steps, …, 3.4500 after 50 steps, 3.4400 after 60 steps, "
@@ -139,6 +143,37 @@ def test_a_live_run_is_read_from_its_work_folder(tmp_path):
     assert "no news for 600 s" in look(tmp_path).state
     write_json(tmp_path / "live.json", live_of(log) | {"status": "diverged"})
     assert look(tmp_path).finished and look(tmp_path).state == "diverged"
+
+
+def test_a_study_is_followed_from_run_to_run_until_ctrl_c(tmp_path, monkeypatch, capsys):
+    """The first run is killed and says nothing any more, the second one ends."""
+    began = time.time()
+
+    def begin(name: str, status: str | None) -> None:
+        folder = tmp_path / "work" / name
+        folder.mkdir(parents=True)
+        write_run_log(folder / "partial.json", make_run_log().model_copy(update={"name": f"tiers/{name}"}))
+        os.utime(folder / "partial.json", (began + len(name), began + len(name)))
+        write_json(folder / "live.json", live_of(make_run_log()) | {"status": status, "updated_at": began - 600})
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 1:
+            begin("tier22", "ok")
+        elif len(naps) == 3:
+            raise KeyboardInterrupt
+
+    naps: list[float] = []
+    begin("tier1", None)
+    monkeypatch.setattr("mfubench.watching.time.sleep", sleep)
+    result = CliRunner().invoke(app, ["watch", str(tmp_path), "--follow", "--interval", "0.5"])
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.output.split())
+    assert text.index("tiers/tier1 running? no news for") < text.index("tiers/tier22 finished")
+    assert naps == [0.5] * 3
+
+    refused = CliRunner().invoke(app, ["watch", str(tmp_path), "--follow", "--once"])
+    assert isinstance(refused.exception, ConfigError)
 
 
 def test_a_failed_run_says_why(tmp_path):

@@ -64,6 +64,7 @@ def audit_reported(run: ReportedRun, source: str, *, others_are_one_rank: bool =
         micro_steps_per_gpu=rate.micro_steps_per_gpu,
         true_tokens_per_s=rate.true,
         true_mfu_palm=true_mfu,
+        precision=peak.dtype if peak else "bf16",
         stated_mfu=run.mfu_percent / 100 if run.mfu_percent else None,
         findings=findings,
         checked=bool(findings) or any(not check.missing for check in checks),

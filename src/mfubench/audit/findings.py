@@ -89,6 +89,7 @@ class RunVerdict:
     micro_steps_per_gpu: float | None = None
     true_tokens_per_s: float | None = None  # over all GPUs
     true_mfu_palm: float | None = None  # fraction of the dense peak
+    precision: str = "bf16"  # whose peak that is
     stated_mfu: float | None = None  # fraction, as the source says it
     findings: list[Finding] = field(default_factory=list)
     unit: str = "GPU"  # what a rank runs on, in words; of a CPU run "process"

@@ -46,7 +46,12 @@ def read_sources(paths: Iterable[Path]) -> list[Source]:
 
 def read_file(path: Path, named: bool) -> Iterator[Source]:
     """What a file holds; one that only lies in a folder (`named` is false) may hold something else."""
-    values = read_json(path)
+    try:
+        values = read_json(path)
+    except ConfigError as error:
+        if path.suffix == ".json":
+            raise
+        raise ConfigError(f"{error}; of a text log give the figures it shows: --reported key=value …") from None
     if is_run_log(values):
         yield Source(path, log=read_run_log(path))
     elif not named:

@@ -29,7 +29,9 @@ class AuditReport:
         return self.weak_scaling[0]["efficiency"] if len(self.weak_scaling) == 1 else None
 
     def to_json(self) -> dict[str, Any]:
-        """runs: name, micro_steps_per_gpu, true_tokens_per_s, true_mfu_palm_percent, findings (codes), details."""
+        """runs: name, micro_steps_per_gpu, true_tokens_per_s, true_mfu_palm_percent (of the dense peak of `precision`),
+        findings (codes), details.
+        """
         return {
             "impossible": self.impossible,
             "runs": [run_to_json(run) for run in self.runs],
@@ -83,6 +85,7 @@ def run_to_json(run: RunVerdict) -> dict[str, Any]:
         "micro_steps_per_gpu": round(run.micro_steps_per_gpu, 2) if run.micro_steps_per_gpu is not None else None,
         "true_tokens_per_s": round(run.true_tokens_per_s) if run.true_tokens_per_s is not None else None,
         "true_mfu_palm_percent": round(100 * run.true_mfu_palm, 1) if run.true_mfu_palm is not None else None,
+        "precision": run.precision,
         "findings": run.codes,
         "details": [
             {
@@ -110,7 +113,8 @@ def figures_of(run: RunVerdict) -> str:
         parts.append(f"{run.true_tokens_per_s:,.0f} tokens/s")
     if run.true_mfu_palm is not None:
         stated = f" (stated: {run.stated_mfu:.1%})" if run.stated_mfu is not None else ""
-        parts.append(f"MFU {run.true_mfu_palm:.1%} palm{stated}")
+        peak = "" if run.precision == "bf16" else f" of the {run.precision} peak"
+        parts.append(f"MFU {run.true_mfu_palm:.1%} palm{peak}{stated}")
     return ", ".join(parts) or "no rate to judge"
 
 

@@ -105,7 +105,7 @@ def make_reported(values: dict[str, Any], where: str) -> ReportedRun:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
             f"{where}: unknown figure {unknown[0]!r}{hint}. Known: "
-            + ", ".join(key for key in ReportedRun.model_fields if not key.startswith("step_"))
+            + ", ".join(known_names())
         )
     try:
         run = ReportedRun.model_validate(values)
@@ -120,6 +120,18 @@ def make_reported(values: dict[str, Any], where: str) -> ReportedRun:
     if run.architecture and count_parameters(run.architecture).total > LARGEST:
         raise ConfigError(f"{where}: the dimensions multiply to more parameters than 64 bits count")
     return run
+
+
+def known_names() -> list[str]:
+    """Names of the figures that stand on one line, each with its other names."""
+    others: dict[str, list[str]] = {}
+    for alias, name in ALIASES.items():
+        others.setdefault(name, []).append(alias)
+    return [
+        f"{name} (or {', '.join(others[name])})" if name in others else name
+        for name in ReportedRun.model_fields
+        if not name.startswith("step_")
+    ]
 
 
 def without_aliases(values: dict[str, Any], where: str) -> dict[str, Any]:

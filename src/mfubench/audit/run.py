@@ -10,7 +10,7 @@ from mfubench.audit.findings import Finding, RunVerdict
 from mfubench.ceilings.schema import Ceilings
 from mfubench.config import ConfigError
 from mfubench.flops import flop_terms, flops_per_token, mfu
-from mfubench.hardware import Peak, peak_for_run
+from mfubench.hardware import Peak, arithmetic_of_run, peak_for_run
 from mfubench.run_log import RunLog
 
 
@@ -49,6 +49,7 @@ def judge_run(log: RunLog, source: str, ceilings: Ceilings | None) -> RunVerdict
         micro_steps_per_gpu=count.micro_steps_per_gpu if count else None,
         true_tokens_per_s=rate,
         true_mfu_palm=palm_mfu(log, rate, peak),
+        precision=arithmetic_of_run(log),
         findings=findings,
         unit=unit,
         not_checked=["the rate against what this CPU can do (needs its ceilings.json)"]

@@ -83,13 +83,11 @@ def check_same_work(a: RunLog, b: RunLog) -> list[Finding]:
     if a.config.model != b.config.model:
         return []
     if a.dataset and b.dataset:
-        first, second = (
-            (d.dataset.name, d.dataset.train_tokens, d.dataset.tokenizer_sha256) for d in (a, b) if d.dataset
-        )
-        if first != second:
+        one, other = a.dataset, b.dataset
+        if one.model_copy(update={"name": other.name}) != other:
             sentence = (
-                f"{a.name} and {b.name} are compared, but read other tokens ({first[0]}, {first[1]:,}; {second[0]}, "
-                f"{second[1]:,}): the data change the speed"
+                f"{a.name} and {b.name} are compared, but read other tokens ({one.name}, {one.train_tokens:,}; "
+                f"{other.name}, {other.train_tokens:,}): the data change the speed"
             )
             return [Finding("workloads_differ", sentence, 0.9)]
     ours, theirs = machine_of(a), machine_of(b)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-WHAT = "run JSONs, legacy logs, files of figures, results folders; with --reported: key=value figures"
-REPORTED = "Judge figures from the command line, as in gpu='NVIDIA B200' num_gpus=8 tokens_per_s=106809"
+WHAT = "Run JSONs, nanoGPT's JSON logs, JSON files of figures, results folders; with --reported: key=value figures."
+REPORTED = "Judge figures from the command line, as in model=llama2-1.36b gpu='NVIDIA B200' gpus=8 tokens_per_s=106809."
 
 
 def audit(
@@ -16,7 +16,7 @@ def audit(
     reported: Annotated[bool, typer.Option("--reported", help=REPORTED)] = False,
     ceilings: Annotated[Path | None, typer.Option(help="ceilings.json of the machine that ran")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The answer as JSON.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Leave with 1 where a number is impossible.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 where a number is impossible.")] = False,
 ) -> None:
     """Recompute what must hold between the figures of runs; say what is wrong, why, how sure, and the true value."""
     import json

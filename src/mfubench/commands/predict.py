@@ -77,21 +77,26 @@ def predict(
 
     how = predict_fastest if micro_batch_size is None else predict_run
     prediction = how(config, gpu, calibration=calibration, ceilings=measured, network_gb_s=network_gb_s)
-    typer.echo(json.dumps(prediction.to_dict()) if as_json else describe(prediction))
+    typer.echo(json.dumps(prediction.to_dict()) if as_json else describe(prediction, attention))
 
 
-def describe(prediction: Any) -> str:
-    """A prediction for people."""
+def describe(prediction: Any, attention: str) -> str:
+    """A prediction for people; `attention`: what was asked for."""
     config, memory = prediction.config, prediction.memory
     bar = prediction.error_fraction
     fit = "fits" if prediction.fits_surely else "may fit, too close to tell" if prediction.fits else "DOES NOT FIT"
     arithmetic = f"{config.dtype} with float8 matmuls" if config.fp8 else config.dtype
     own = [f"{name} {used}" for name, used in config.kernels.model_dump().items() if used != "plain"]
+    # the one change that is made to what was asked for (step_model.resolve_settings)
+    instead = "" if attention in ("auto", config.attention) else f" ({attention} has no {config.dtype})"
+    speed = prediction.network_gb_s
+    network = f"; {speed:g} GB/s a card between nodes (--network-gb-s)" if speed is not None else ""
     lines = [
         f"{config.model.name} on {config.world_size} x {prediction.gpu}: {config.parallelism}, {arithmetic}, "
         f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}, T {config.seq_len}, "
         f"compile {config.compile}",
-        f"assumed   attention {config.attention}, loss {config.loss}, own kernels: {', '.join(own) or 'none'}",
+        f"assumed   attention {config.attention}{instead}, loss {config.loss}, own kernels: {', '.join(own) or 'none'}"
+        f"{network}",
         f"step      {1000 * prediction.step_time_s:,.0f} ms ± {100 * bar:.0f} %",
         f"tokens/s  {prediction.tokens_per_s:,.0f} ± {bar * prediction.tokens_per_s:,.0f}"
         f" ({prediction.tokens_per_s_per_gpu:,.0f} a GPU)",

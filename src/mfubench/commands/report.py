@@ -14,19 +14,22 @@ def report(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="HTML file; Markdown, summary.json, tables go beside it. Default: report.html in the study's folder."
+            help="HTML file; all else goes beside it: Markdown, summary.json, tables/, figures/. "
+            "Default: report.html in the study's folder."
         ),
     ] = None,
 ) -> None:
-    """Write report.html, report.md, summary.json and the tables of STUDY from the results that exist."""
+    """Write report.html, report.md, summary.json, tables and figures of STUDY from the results that exist."""
     from mfubench.analysis.report import write_report
     from mfubench.analysis.tables import write_tables
     from mfubench.config import ConfigError
 
     html = output or study / "report.html"
     try:
-        write_report(study, html, html.with_suffix(".md"), html.parent / "summary.json", partial=partial)
-        write_tables(study, html.parent / "tables", partial=partial)
+        folder = html.parent
+        markdown, summary, figures = html.with_suffix(".md"), folder / "summary.json", folder / "figures"
+        write_tables(study, folder / "tables", partial=partial)  # before the report: snakemake makes it of them
+        write_report(study, html, markdown, summary, partial=partial, figures=figures)
     except OSError as error:
         raise ConfigError(
             f"{html}: the report cannot be written there ({error.strerror}); make room, or name another file with "

@@ -96,7 +96,7 @@ def describe(live: dict[str, Any]) -> str:
 
 def describe_end(log: RunLog) -> list[str]:
     """How a run ended, what ran in place of what was asked, what it evaluated and sampled: lines for people."""
-    why = log.reason or log.stopped_early or nothing_trained(log)
+    why = log.reason or log.stopped_early or nothing_trained(log) or nothing_measured(log)
     lines = [f"{log.name}: {log.status}{f' ({why})' if why else ''}"]
     lines += [f"  {setting}: {note}" for setting, note in log.fallbacks().items()]
     if log.evaluations:
@@ -118,6 +118,13 @@ def nothing_trained(log: RunLog) -> str | None:
     if not log.resumes or log.config.evaluation.only or log.wall is None or log.wall.training_tokens:
         return None
     return f"all {log.resumes[-1].step} steps were done before; nothing was trained"
+
+
+def nothing_measured(log: RunLog) -> str | None:
+    """A sentence where a run has no rate."""
+    if not log.steps or log.measured_steps():
+        return None
+    return f"no step was measured: all {len(log.steps)} are compilation or warm-up; raise max_iters for a rate"
 
 
 class Display:

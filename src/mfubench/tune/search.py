@@ -66,7 +66,7 @@ class Space:
 
 
 class BudgetSpent(Exception):
-    """There is no time for another trial."""
+    """There is no time for another trial, or none was left to end one: then the message says how far it came."""
 
 
 class Search:
@@ -90,8 +90,9 @@ class Search:
         try:
             self.compare_layouts()
             self.grow_step()
-        except BudgetSpent:
-            self.notes.append("the budget ended before everything was tried; a longer one goes on from here")
+        except BudgetSpent as spent:
+            within = f" ({spent})" if str(spent) else ""
+            self.notes.append(f"the budget ended before everything was tried{within}; a longer one goes on from here")
         except KeyboardInterrupt:
             self.notes.append("stopped on request before everything was tried; the same command goes on from here")
         return self.best()

@@ -22,7 +22,7 @@ from mfubench.job import cards_for_job
 from mfubench.lease import visible_cards
 from mfubench.machine import IDENTITY, describe_machine
 from mfubench.memory import estimate_memory
-from mfubench.run_log import RunLog, read_run_log, write_json
+from mfubench.run_log import RunLog, read_run_log, read_steps, write_json
 from mfubench.step_model import resolve_auto
 from mfubench.training_job import start_training
 from mfubench.tune.search import LARGEST_MICRO_BATCH, BudgetSpent, Search, Setting, Space, Trial
@@ -213,7 +213,10 @@ def run_trial(request: Request, setting: Setting, place: str, seconds_left: floa
     )
     seconds = time.monotonic() - start
     if code in STOPPED:
-        raise BudgetSpent if seconds >= patience_s else KeyboardInterrupt
+        if seconds < patience_s:
+            raise KeyboardInterrupt
+        done = len(read_steps(work / "steps.jsonl"))
+        raise BudgetSpent(f"within {setting.name}, which had done {done} of up to {config.max_iters} steps")
     if code != 0:
         return Trial(setting, "failed", f"exit code {code}, see {work}", 0.0, None, None, seconds)
     return trial_of(setting, read_run_log(output), seconds)

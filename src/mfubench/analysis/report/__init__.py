@@ -14,11 +14,12 @@ def write_report(
     markdown: Path | str | None = None,
     summary: Path | str | None = None,
     partial: bool = False,
+    figures: Path | str | None = None,
 ) -> None:
     """Judge results/<study> and write what is asked for; see `mfubench.analysis.report.render.write_report`."""
     from mfubench.analysis.report.render import write_report as write
 
-    write(study_folder, html, markdown=markdown, summary=summary, partial=partial)
+    write(study_folder, html, markdown=markdown, summary=summary, partial=partial, figures=figures)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -94,7 +94,7 @@ def answer_cards(found: Findings, answer: Answer) -> Cards:
     near = f"of the settings within {100 * NEAR_FASTEST:.0f} % of the fastest"
     cards = [card("Fastest", fastest, found, fastest_note(answer))]
     if not unevenness(answer.most_stable):  # else nothing here deserves the name
-        if answer.most_stable.case == fastest.case:
+        if command_for(answer.most_stable.config) == command_for(fastest.config):
             cards[0] = card("Fastest and most stable", fastest, found, fastest_note(answer))
         else:
             cards.append(card("Most stable", answer.most_stable, found, near))
@@ -110,7 +110,8 @@ def candidates_table(found: Findings, answer: Answer) -> Table:
         "their median; outliers: steps beyond q3 + 3 (q3 − q1) and 2 % above the median; both of the least even of a "
         "case's processes."
     )
-    columns = ["case|", "tokens/s in all", "against the fastest", per_gpu(found), "MFU (palm)"]
+    ranks = "GPUs" if per_gpu(found).endswith("GPU") else "processes"
+    columns = ["case|", ranks, "tokens/s in all", "in all, against the fastest", per_gpu(found), "MFU (palm)"]
     columns += ["spread", "outliers", "failures", "memory"]
     return Table(columns, [candidate_row(candidate) for candidate in shown], caption)
 
@@ -196,6 +197,7 @@ def candidate_row(candidate: Candidate) -> list[str]:
             against = TOO_NOISY
     return [
         f"`{candidate.case}`",
+        str(candidate.config.world_size),
         format_rate(candidate.tokens_per_s),
         against,
         format_rate(candidate.tokens_per_s / run.log.config.world_size),

@@ -204,8 +204,8 @@ def loss_row(name: str, judged: Measures) -> list[str]:
 
 
 def held_out_loss(evaluations: Sequence[Evaluation]) -> str:
-    finite = [entry.loss for entry in evaluations if entry.loss is not None]
-    return f"{finite[-1]:.3f}" if finite else "–"
+    finite = [entry for entry in evaluations if entry.loss is not None]
+    return f"{finite[-1].loss:.3f} ({finite[-1].tokens:,} tokens)" if finite else "–"
 
 
 def steps_section(found: Findings) -> Section:

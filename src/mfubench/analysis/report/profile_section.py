@@ -16,6 +16,7 @@ from mfubench.analysis.units import (
     format_seconds,
     format_signed_percent,
 )
+from mfubench.host_load import contention_of_run
 from mfubench.profiling.categories import COMMUNICATION, ELEMENTWISE_GROUPS, HOST, LOSS, OPTIMIZER, QUEUE
 
 SHOWN_KERNELS = 30
@@ -74,7 +75,11 @@ def profile_section(found: Findings) -> Section:
 def headline_blocks(found: Findings, profiled: Profiled) -> list[Block]:
     """The fastest profiled case: what to do next, the waterfall as picture and table, the roofline."""
     alt = f"Parts of a step of {profiled.case}, one after the other, each with what it takes at best."
-    blocks: list[Block] = [Notice(next_sentence(found, profiled), "good")]
+    blocks: list[Block] = []
+    if (others := contention_of_run(profiled.judged.log)) is not None:
+        busy = f"The machine was busy with something else during `{profiled.case}`: {others}. What follows is of both."
+        blocks.append(Notice(busy))
+    blocks.append(Notice(next_sentence(found, profiled), "good"))
     if abs(profiled.overhead) > UNLIKE:
         blocks.append(Notice(unlike_sentence(profiled)))
     blocks += [

@@ -37,7 +37,7 @@ from mfubench.analysis.report.measured_sections import (
 from mfubench.analysis.report.profile_section import profile_section
 from mfubench.analysis.report.time_section import time_section
 from mfubench.analysis.summary import summarize
-from mfubench.run_log import write_json, write_text_atomically
+from mfubench.run_log import write_bytes_atomically, write_json, write_text_atomically
 
 
 def sections_of(found: Findings) -> list[Section]:
@@ -68,15 +68,25 @@ def write_report(
     markdown: Path | str | None = None,
     summary: Path | str | None = None,
     partial: bool = False,
+    figures: Path | str | None = None,
 ) -> None:
-    """Write the report of results/<study>. Raises ConfigError as `load_study` does."""
+    """Write the report of results/<study>. Raises ConfigError as `load_study` does.
+
+    figures: folder for the report's pictures as PNG, to which the Markdown refers; without it, to those that the
+    workflow has drawn in the study's folder.
+    """
     found = Findings.of(study_folder, partial=partial)
     sections = sections_of(found)
     facts = head_facts(found)
-    write_text_atomically(html, render_html(found, sections, facts))
+    images = draw_figures(found, sections)
+    if figures is not None:
+        Path(figures).mkdir(parents=True, exist_ok=True)
+        for name, by_theme in images.items():
+            write_bytes_atomically(Path(figures) / f"{name}.png", by_theme[LIGHT.name])
+    write_text_atomically(html, render_html(sections, facts, images))
     if markdown is not None:
-        figures = Path(study_folder) / "figures"
-        write_text_atomically(markdown, render_markdown(sections, facts, figures, Path(markdown).parent))
+        shown = Path(figures) if figures is not None else Path(study_folder) / "figures"
+        write_text_atomically(markdown, render_markdown(sections, facts, shown, Path(markdown).parent))
     if summary is not None:
         write_json(summary, summarize(found))
 
@@ -112,15 +122,20 @@ def markdown_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def render_html(found: Findings, sections: list[Section], facts: dict[str, Any]) -> str:
-    """One self-contained page: pictures inside, nothing fetched."""
-    images = {
-        block.name: {theme.name: data_uri(png(block.draw, found, theme)) for theme in (LIGHT, DARK)}
+def draw_figures(found: Findings, sections: list[Section]) -> dict[str, dict[str, bytes]]:
+    """PNG of each of the report's pictures, by its name and the theme's."""
+    return {
+        block.name: {theme.name: png(block.draw, found, theme) for theme in (LIGHT, DARK)}
         for section in sections
         for block in section.blocks
         if isinstance(block, Figure)
     }
-    return templates().get_template("report.html.j2").render(sections=sections, facts=facts, images=images)
+
+
+def render_html(sections: list[Section], facts: dict[str, Any], images: dict[str, dict[str, bytes]]) -> str:
+    """One self-contained page: pictures inside, nothing fetched."""
+    inside = {name: {theme: data_uri(image) for theme, image in by_theme.items()} for name, by_theme in images.items()}
+    return templates().get_template("report.html.j2").render(sections=sections, facts=facts, images=inside)
 
 
 def data_uri(image: bytes) -> str:
@@ -128,7 +143,7 @@ def data_uri(image: bytes) -> str:
 
 
 def render_markdown(sections: list[Section], facts: dict[str, Any], figures: Path, folder: Path) -> str:
-    """The same in Markdown; pictures are those that the workflow has drawn, by a path relative to the document."""
+    """The same in Markdown; pictures are those in the folder `figures`, by a path relative to the document."""
     drawn = {path.stem for path in figures.glob("*.png")}
     template = templates().get_template("report.md.j2")
     text = template.render(sections=sections, facts=facts, figures=os.path.relpath(figures, folder), drawn=drawn)
