@@ -25,9 +25,10 @@ from benchmarks.meter import Meter
 from benchmarks.quack_kernels import Quack, Results, Variant, forget, load_quack
 from benchmarks.runner import OutOfTime, deadline_after, errors_in_one_line
 from mfubench.config import ConfigError, ModelConfig
+from mfubench.decisions import ROW_MULTIPLE
 from mfubench.model.components import swiglu as plain_swiglu
 from mfubench.model.loss import chunk_size
-from mfubench.model.weight_gradient import ROW_MULTIPLE, add_product
+from mfubench.model.weight_gradient import add_product
 from mfubench.presets import load_model
 from mfubench.run_log import write_json
 

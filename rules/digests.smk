@@ -31,7 +31,7 @@ PREDICTION = (
     "step_model.py",
     "card_rates.py",
     "memory.py",
-    "fsdp_policy.py",
+    "decisions.py",
     "flops.py",
     "hardware.py",
     "presets.py",
@@ -108,7 +108,7 @@ PROFILE_CODE = code_digest(
         "profiling",
         "step_model.py",
         "memory.py",
-        "fsdp_policy.py",
+        "decisions.py",
         "measured_runs.py",
     )
 )

@@ -394,7 +394,11 @@ def test_legacy_log_with_nan_is_read(good_legacy: dict[str, Any], tmp_path: Path
 def test_files_that_are_no_runs_are_told(tmp_path: Path) -> None:
     for name, text, message in [
         ("a.json", "{", "no valid JSON"),
-        ("a.log", "iter 10: loss 4.2, mfu 31.0%", "no valid JSON .*of a text log give the figures it shows: --reported"),
+        (
+            "a.log",
+            "iter 10: loss 4.2, mfu 31.0%",
+            "no valid JSON .*of a text log give the figures it shows: --reported",
+        ),
         ("b.json", "[]", "holds neither"),
         ("c.json", '{"training_iterations": []}', "legacy log without"),
         ("d.json", '{"runs": [3]}', "no mapping"),

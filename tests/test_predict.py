@@ -20,8 +20,8 @@ from mfubench.card_rates import TILES, card_rates, datasheet_rates, generation, 
 from mfubench.ceilings.schema import AttentionRate, Ceilings, CollectiveRate, CopyRate, MatmulRate
 from mfubench.cli import app
 from mfubench.config import ConfigError, MemorySearch
+from mfubench.decisions import FSDP_KEPT_FRACTION, fsdp_keeps_weights
 from mfubench.flops import flop_terms, flops_per_token
-from mfubench.fsdp_policy import FSDP_KEPT_FRACTION, fsdp_keeps_weights
 from mfubench.hardware import find_gpu
 from mfubench.measured_runs import (
     REFERENCE,
@@ -33,7 +33,6 @@ from mfubench.measured_runs import (
     read_runs,
 )
 from mfubench.memory import (
-    HEAD_ROW_MULTIPLE,
     MemoryFit,
     estimate_memory,
     largest_micro_batch,
@@ -526,7 +525,6 @@ def test_fsdp_keeps_weights_when_the_trainer_does(monkeypatch):
 
 
 def test_a_vocabulary_of_odd_size_costs_a_padded_copy_of_the_head():
-    assert HEAD_ROW_MULTIPLE == pytest.importorskip("mfubench.model.loss").ROW_MULTIPLE
     model = make_model("gpt2-1.36b")
     odd, even = (
         estimate(make_run_config(model=model.model_copy(update={"vocab_size": rows}), compile="block", loss="full"))

@@ -10,9 +10,10 @@ from factories import make_model, make_run_config, make_run_log
 from mfubench.calibration import calibrate, fit_factors, predicted_seconds
 from mfubench.card_rates import card_rates, datasheet_rates
 from mfubench.config import KernelsConfig, RunConfig
+from mfubench.decisions import head_accumulates
 from mfubench.flops import count_parameters
 from mfubench.measured_runs import REFERENCE, as_run, observe, observe_memory, read_all_ceilings, read_runs
-from mfubench.memory import estimate_memory, head_accumulates
+from mfubench.memory import estimate_memory
 from mfubench.predict import check_predictions, predict
 from mfubench.prediction_pages import unseen_kernels
 from mfubench.run_log import Choice

@@ -20,7 +20,7 @@ TRAINING = (
     "model",
     "train",
     "data/reader.py",
-    "fsdp_policy.py",
+    "decisions.py",
     "kernel_families.py",
     "profiling/chrome_trace.py",
     "profiling/trace_file.py",

@@ -13,11 +13,8 @@ from typing import Any
 import numpy as np
 
 from mfubench.config import ModelConfig, RunConfig
+from mfubench.decisions import CHUNK_BYTES, ELEMENT_BYTES, GIB, ROW_MULTIPLE, fsdp_keeps_weights, head_accumulates
 from mfubench.flops import count_parameters
-from mfubench.fsdp_policy import ELEMENT_BYTES, GIB, fsdp_keeps_weights
-
-LOSS_CHUNK_BYTES = 2**30  # logits that `chunked` holds at once
-HEAD_ROW_MULTIPLE = 64  # rows of a padded head, where the vocabulary is no multiple of 8
 
 
 @dataclass(frozen=True)
@@ -194,7 +191,7 @@ def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
     head = vocab_size * model.hidden_size
     accumulates = head_accumulates(config)
     handed_on = 0 if accumulates else element * head
-    rows_below = np.where(vocab_size % 8, -vocab_size % HEAD_ROW_MULTIPLE, 0)
+    rows_below = np.where(vocab_size % 8, -vocab_size % ROW_MULTIPLE, 0)
     aligned = np.where(rows_below, element * (vocab_size + rows_below) * model.hidden_size, 0)
     if config.loss == "full":
         if own or config.compile != "none":
@@ -206,17 +203,11 @@ def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
         rows = 2 ** np.ceil(np.log2(np.ceil(tokens / np.ceil(vocab_size / model.hidden_size))))
         chunk = element * np.minimum(rows, tokens) * vocab_size
         return 4 * head + hidden_gradient + np.maximum(chunk, element * head)
-    chunks = np.ceil(logits / LOSS_CHUNK_BYTES)
+    chunks = np.ceil(logits / CHUNK_BYTES)
     # logits, their gradient; without a compiler three float32 copies on the way to it
     copies = (1 if own else 2 if config.compile != "none" else 1 + 3 * 4 / element) + np.minimum(chunks - 1, 1)
     summed = 0 if accumulates else 4 * head
     return summed + hidden_gradient + aligned + np.maximum(copies * logits / chunks, handed_on + hidden_gradient)
-
-
-def head_accumulates(config: RunConfig) -> bool:
-    """Whether the loss adds its weight's gradient to the main gradient (as mfubench.model.loss.accumulates says)."""
-    takes = config.loss == "full" or (config.loss == "chunked" and config.dtype != "float16")
-    return takes and config.kernels.weight_gradient == "accumulate"
 
 
 def largest_micro_batch(config: RunConfig, capacity_gib: float, fit: MemoryFit = MemoryFit()) -> int:

@@ -13,18 +13,20 @@ from statistics import NormalDist
 
 from mfubench.card_rates import Rates, generation, tile_share
 from mfubench.config import ModelConfig, RunConfig
-from mfubench.flops import count_parameters
-from mfubench.fsdp_policy import ELEMENT_BYTES, fsdp_keeps_weights, fsdp_without_sum
-from mfubench.hardware import find_gpu
-from mfubench.memory import (
-    LOSS_CHUNK_BYTES,
-    activation_kernel,
+from mfubench.decisions import (
+    CHUNK_BYTES,
+    ELEMENT_BYTES,
+    LARGE_VOCABULARY,
+    fsdp_keeps_weights,
+    fsdp_without_sum,
     head_accumulates,
 )
+from mfubench.flops import count_parameters
+from mfubench.hardware import find_gpu
+from mfubench.memory import activation_kernel
 
 LAST_BUCKET = 0.02  # share of a reduction whose bucket fills when the backward pass ends
 BACKWARD_OVERLAP = 0.9  # share of the backward pass that can hide communication: the first bucket fills late
-LARGE_VOCABULARY = 65_536  # from here on `loss: auto` never holds all logits
 # Bytes of elementwise work with a kernel an operator over those of fused work, counted operator by operator. Norm:
 # forward 10 H (norm, addition), backward 16 H (two gradients, addition) instead of 18 H together. RoPE in float32:
 # forward 48 a rotated element (casts, 4 products, 2 sums, concatenation), backward 66 instead of 4 + 6. SwiGLU: forward
@@ -244,7 +246,7 @@ def chunk_sum_bytes(config: RunConfig) -> float:
         return 0.0
     vocab_size = config.model.vocab_size
     logits = config.micro_batch_size * config.seq_len * ELEMENT_BYTES[config.dtype] * vocab_size
-    further = math.ceil(logits / LOSS_CHUNK_BYTES) - 1
+    further = math.ceil(logits / CHUNK_BYTES) - 1
     first = 0 if head_accumulates(config) else 1
     return float(vocab_size * config.model.hidden_size * (2 * further + first) * GRADIENT_BYTES)
 

@@ -71,8 +71,12 @@ def follow_study(folder: Path, *, interval_s: float) -> None:
         if attempt == shown:
             time.sleep(interval_s)
             continue
-        # one that was killed never ends: it is over once another begins
-        watch_run(work, once=False, interval_s=interval_s, until=lambda work=work: newest_run(folder) != work)
+
+        def superseded(work: Path = work) -> bool:
+            """One that was killed never ends: it is over once another begins."""
+            return newest_run(folder) != work
+
+        watch_run(work, once=False, interval_s=interval_s, until=superseded)
         shown = attempt
 
 

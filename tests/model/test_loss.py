@@ -9,10 +9,10 @@ import torch
 from model.small_models import GPT2, LLAMA, run_config, tokens
 from torch import Tensor
 
+from mfubench.decisions import loss_accumulates
 from mfubench.model import build_model, resolve_loss
 from mfubench.model import loss as losses
 from mfubench.model.loss import (
-    accumulates,
     accumulating_cross_entropy,
     chunked_cross_entropy,
     chunked_loss,
@@ -190,8 +190,8 @@ def test_a_scaled_loss_takes_no_main_gradient() -> None:
     main = MainGradient(torch.zeros(V, HIDDEN), torch.tensor(True), torch.empty(0, requires_grad=True))
     with pytest.raises(ValueError, match="float16"):
         chunked_loss(*inputs(torch.float16), main)
-    assert [accumulates("chunked", dtype) for dtype in (torch.float16, torch.bfloat16)] == [False, True]
-    assert accumulates("full", torch.float16) and not accumulates("fused", torch.bfloat16)
+    assert [loss_accumulates("chunked", dtype) for dtype in ("float16", "bfloat16")] == [False, True]
+    assert loss_accumulates("full", "float16") and not loss_accumulates("fused", "bfloat16")
 
 
 @pytest.mark.parametrize("form", ["full", "chunked"])

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from triton_devices import needs_cuda
 
-from mfubench.model.weight_gradient import ROW_MULTIPLE, add_one_product, add_product, add_product_in_two
+from mfubench.decisions import ROW_MULTIPLE
+from mfubench.model.weight_gradient import add_one_product, add_product, add_product_in_two
 
 
 def factors(rows: int, inner: int, columns: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:

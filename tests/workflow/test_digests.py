@@ -94,7 +94,7 @@ FIGURE = {
     **ANALYSIS,
     **dict.fromkeys(
         (
-            *("fsdp_policy.py", "measured_runs.py", "memory.py", "step_model.py"),
+            *("decisions.py", "measured_runs.py", "memory.py", "step_model.py"),
             *("profiling/breakdown.py", "profiling/categories.py", "profiling/trace_file.py"),
         ),
         "of profiled steps, which the figure does not show",

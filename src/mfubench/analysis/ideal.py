@@ -8,8 +8,8 @@ from mfubench.analysis.measures import Measures
 from mfubench.analysis.units import format_bytes, format_tflops
 from mfubench.ceilings.schema import Ceilings
 from mfubench.config import RunConfig
+from mfubench.decisions import ELEMENT_BYTES
 from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
-from mfubench.fsdp_policy import ELEMENT_BYTES
 from mfubench.hardware import arithmetic_of_run, rank_share
 from mfubench.measured_runs import as_run
 from mfubench.step_model import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mfubench.analysis.ideal import ATTENTION_PASSES, memory_traffic
 from mfubench.analysis.profiles import Profiled
 from mfubench.config import RunConfig
-from mfubench.fsdp_policy import ELEMENT_BYTES
+from mfubench.decisions import ELEMENT_BYTES
 from mfubench.measured_runs import as_run
 from mfubench.step_model import Matmul, micro_step_matmuls
 

@@ -18,6 +18,7 @@ from mfubench.experiments import STAGES, EffectConfig
 from mfubench.run_log import Environment, RunLog, read_run_log
 
 REPEAT = re.compile(r"-repeat\d+$")
+MOST_EFFICIENT = 1.05  # of weak scaling: memory that is sharded, or cards that differ, explain some percent at the most
 
 
 class Results(BaseModel):

@@ -103,10 +103,7 @@ def make_reported(values: dict[str, Any], where: str) -> ReportedRun:
     if unknown:
         near = difflib.get_close_matches(unknown[0], ReportedRun.model_fields, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"{where}: unknown figure {unknown[0]!r}{hint}. Known: "
-            + ", ".join(known_names())
-        )
+        raise ConfigError(f"{where}: unknown figure {unknown[0]!r}{hint}. Known: " + ", ".join(known_names()))
     try:
         run = ReportedRun.model_validate(values)
     except ValidationError as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
-from mfubench.analysis.study import base_name
+from mfubench.analysis.study import MOST_EFFICIENT, base_name
 from mfubench.audit.findings import Finding, RunVerdict, plural
 from mfubench.config import RunConfig
 from mfubench.run_log import RunLog
@@ -17,7 +17,6 @@ from mfubench.run_log import RunLog
 RECORDED = ("attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8")
 NOT_COMPARED = ("name", "repeat", "seed", "measurement", "requires", "contrast_attention", "evaluation", "checkpoint")
 STAGES_WITHOUT_ARMS = ("smoke", "memory", "training")
-MOST_EFFICIENT = 1.05  # of weak scaling: memory that is sharded, or cards that differ, explain some percent at the most
 
 
 def audit_study(logs: Sequence[RunLog]) -> dict[str, list[Finding]]:

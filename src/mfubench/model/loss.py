@@ -2,7 +2,7 @@
 
 loss(hidden [N, hidden], weight [V, hidden], labels [N]) -> float32 scalar, the mean over the N tokens. Every label
 counts: none is ignored. Softmax and mean are computed in float32 whatever the dtype of the inputs. `full` and `chunked`
-take a fourth argument: the main gradient that the weight's is added to (see weight_gradient.py and `accumulates`).
+take a fourth argument: the main gradient that the weight's is added to (weight_gradient.py).
 
 `full` computes all logits at once; `chunked` a slice of the tokens at a time, with the gradients right in the forward
 pass, so that neither pass ever holds all logits; `fused` is liger-kernel's form of the same idea.
@@ -19,28 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mfubench.model.weight_gradient import ROW_MULTIPLE, MainGradient, add_product, linear
+from mfubench.decisions import CHUNK_BYTES, LARGE_VOCABULARY, ROW_MULTIPLE
+from mfubench.model.weight_gradient import MainGradient, add_product, linear
 from mfubench.run_log import Choice
 
 LossFunction = Callable[..., Tensor]
 SoftmaxStep = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]  # see softmax_form
 
-# What `auto` takes on CUDA, for the shapes of config/models.yaml on an H100 (N = tokens of a micro-batch):
-# - V = 32,000, N = 16,384: the logits are 1 GiB in bfloat16. Compiled, `full` is the fastest: three matmuls at full
-#   size, and the softmax reads the logits once forward and once backward. Not compiled, it writes them five times in
-#   float32 and loses to liger's kernel.
-# - V = 150,000, N = 8,192: 2.3 GiB of logits and as many of their gradient. `chunked` gives that memory to a larger
-#   micro-batch; it costs one pass over the weight's gradient a chunk. liger's chunks shrink with V (128 tokens here),
-#   too few to fill the card.
-LARGE_VOCABULARY = 65_536
-# Logits held at once by `chunked`, in bytes: large, since every chunk adds a pass over the weight's float32 gradient.
-CHUNK_BYTES = 2**30
 TILE = 128  # rows that a tensor-core matmul computes at once
-
-
-def accumulates(form: str, dtype: torch.dtype) -> bool:
-    """Whether a form of the loss takes a main gradient in this dtype."""
-    return form == "full" or (form == "chunked" and dtype != torch.float16)
 
 
 def full_loss(hidden: Tensor, weight: Tensor, labels: Tensor, main: MainGradient | None = None) -> Tensor:
@@ -325,10 +311,17 @@ def resolve_loss(
     return function, Choice(requested=requested, used=wanted, reason=reason or None)
 
 
+# What `auto` takes on CUDA, for the shapes of config/models.yaml on an H100 (N = tokens of a micro-batch):
+# - V = 32,000, N = 16,384: the logits are 1 GiB in bfloat16. Compiled, `full` is the fastest: three matmuls at full
+#   size, and the softmax reads the logits once forward and once backward. Not compiled, it writes them five times in
+#   float32 and loses to liger's kernel.
+# - V = 150,000, N = 8,192: 2.3 GiB of logits and as many of their gradient. `chunked` gives that memory to a larger
+#   micro-batch; it costs one pass over the weight's gradient a chunk. liger's chunks shrink with V (128 tokens here),
+#   too few to fill the card.
 def preferred(
     device: torch.device, vocab_size: int, compiled: bool, fused_cross_entropy: bool = False
 ) -> tuple[str, str]:
-    """The form that `auto` wants and why; see LARGE_VOCABULARY."""
+    """The form that `auto` wants and why."""
     if device.type != "cuda":
         return "full", "no CUDA"
     if vocab_size >= LARGE_VOCABULARY:

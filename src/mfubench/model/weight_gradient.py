@@ -16,10 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Rows of the head's weight are padded to a multiple of this on CUDA where the vocabulary is not one of 8 (GPT-2's
-# 50,257): tensor cores want rows of whole 16-byte pieces, and logits of odd width run several times slower. Of its
-# gradient, which has no padding, as many rows make one product.
-ROW_MULTIPLE = 64
+from mfubench.decisions import ROW_MULTIPLE
 
 
 class MainGradient(NamedTuple):

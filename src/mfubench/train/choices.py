@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 from mfubench.config import OptimizerConfig, RunConfig
+from mfubench.decisions import ROW_MULTIPLE
 from mfubench.model import resolve_attention, resolve_loss
 from mfubench.model.decoder import DTYPES
 from mfubench.model.operations import Operations, join_split_and_attention, not_running, resolve_operations
-from mfubench.model.weight_gradient import ROW_MULTIPLE, add_product
+from mfubench.model.weight_gradient import add_product
 from mfubench.run_log import Choice
 from mfubench.train.fsdp import no_whole_gradients
 from mfubench.train.parallel import Piece

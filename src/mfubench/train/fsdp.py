@@ -29,8 +29,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mfubench.config import CommunicationConfig, RunConfig
+from mfubench.decisions import GIB, fsdp_keeps_weights, fsdp_without_sum
 from mfubench.flops import count_parameters
-from mfubench.fsdp_policy import GIB, fsdp_keeps_weights, fsdp_without_sum
 from mfubench.model import Decoder
 from mfubench.model.decoder import Head
 from mfubench.model.weight_gradient import Linear, MainGradient

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mfubench.config import RunConfig
+from mfubench.decisions import loss_accumulates
 from mfubench.model import Decoder
-from mfubench.model.loss import accumulates
 from mfubench.model.weight_gradient import Linear
 from mfubench.train.choices import Resolved
 from mfubench.train.fsdp import FsdpEngine
@@ -66,7 +66,7 @@ def accumulate_weight_gradients(model: Decoder, engine: FlatEngine | FsdpEngine,
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module is not model.lm_head:
             engine.accumulate_in_matmul(module, f"{name}.weight")
-    if accumulates(resolved.used["loss"].used, resolved.dtype):
+    if loss_accumulates(resolved.used["loss"].used, resolved.used["dtype"].used):
         engine.accumulate_in_matmul(model.lm_head, "token_embedding.weight" if tied else "lm_head.weight", tied=tied)
 
 

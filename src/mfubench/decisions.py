@@ -1,4 +1,4 @@
-"""What fsdp keeps whole on a card: decided here for the trainer and for whoever predicts it. No torch."""
+"""What the trainer decides by rule, decided here for it and for whoever predicts it. No torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from mfubench.config import RunConfig
 GIB = 2**30
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FSDP_KEPT_FRACTION = 0.4  # of the card's memory: fsdp keeps whole weights and gradients within a step up to this
+# From this vocabulary on `loss: auto` never holds all logits; why, stands in mfubench.model.loss.
+LARGE_VOCABULARY = 65_536
+# Logits held at once by a chunked loss, in bytes: large, since every chunk adds a pass over its weight's float32
+# gradient.
+CHUNK_BYTES = 2**30
+# Rows of the head's weight are padded to a multiple of this on CUDA where the vocabulary is not one of 8 (GPT-2's
+# 50,257): tensor cores want rows of whole 16-byte pieces, and logits of odd width run several times slower. Of its
+# gradient, which has no padding, as many rows make one product.
+ROW_MULTIPLE = 64
 
 
 def fsdp_keeps_weights(config: RunConfig, parameters: Any, capacity_gib: float) -> Any:
@@ -28,3 +37,16 @@ def fsdp_without_sum(config: RunConfig, parameters: int, capacity_gib: float) ->
     if not fsdp_keeps_weights(config, parameters, capacity_gib):
         return "fsdp reduces gradients in each micro-step where it keeps no whole weights"
     return None
+
+
+def loss_accumulates(form: str, dtype: str) -> bool:
+    """Whether a form of the loss (full, chunked, fused) can add its weight's gradient to a main gradient.
+
+    A chunked one makes it in the forward pass, before float16's loss is scaled.
+    """
+    return form == "full" or (form == "chunked" and dtype != "float16")
+
+
+def head_accumulates(config: RunConfig) -> bool:
+    """Whether the loss does so in a run with these settings, its `auto` replaced."""
+    return config.kernels.weight_gradient == "accumulate" and loss_accumulates(config.loss, config.dtype)
