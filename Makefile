@@ -38,13 +38,13 @@ test-cluster: setup  ## a SLURM of two nodes on this machine (Debian, as root or
 check: setup lint typecheck  ## lint, types, fast tests
 	pytest -q -m "not slow and not registry" --ignore tests/workflow --ignore tests/train --ignore tests/data
 
-lint: setup
+lint: setup  ## style of Python and Snakemake code
 	ruff check .
 	ruff format --check .
 	snakefmt --check Snakefile rules workflow/Snakefile
 	snakemake --lint
 
-typecheck: setup
+typecheck: setup  ## types
 	mypy
 
 format: setup  ## format Python and Snakemake code
@@ -89,5 +89,5 @@ lock:  ## make requirements.lock anew from pyproject.toml
 clean:  ## remove the environment and caches, not the results
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-help:
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+help:  ## this list
+	@grep -E '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14

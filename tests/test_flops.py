@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
+from mfubench.cli import app
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.flops import (
     CONVENTIONS,
@@ -179,6 +181,14 @@ def test_conventions_are_ordered() -> None:
         terms = flop_terms(load_model(name), 2048)
         palm, matmul, causal = (flops_per_token(terms, convention) for convention in CONVENTIONS)
         assert palm > matmul > causal
+
+
+def test_the_command_says_of_which_convention_its_sums_are() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["flops", "llama2-1.36b"], catch_exceptions=False).output.split())
+    assert "(matmul)" in shown and "The components add up to matmul" in shown
+    sums = [f"{flops_per_token(flop_terms(load_model('llama2-1.36b'), 2048), name) / 1e6:,.1f}" for name in CONVENTIONS]
+    assert sums == ["8,784.2", "8,341.3", "7,831.7"]
+    assert [shown.count(number) for number in sums] == [1, 2, 1]  # the components', and each convention's
 
 
 def test_published_run() -> None:

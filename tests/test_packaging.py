@@ -1,6 +1,7 @@
 """Lock, environments and bounds say the same."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -47,3 +48,11 @@ def test_the_containers_install_the_locks():
     for recipe in ("Dockerfile", "mfubench.def"):
         text = (ROOT / "envs" / recipe).read_text()
         assert "requirements.lock" in text and "requirements-gpu.lock" in text
+
+
+def test_make_help_lists_every_target():
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.M)[1].split()
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert sorted(line.split()[0] for line in shown.stdout.splitlines()) == sorted(targets)

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from mfubench import measured_runs, planner_pages, planner_study
+from mfubench.analysis.figures.style import LIGHT
 from mfubench.calibration import shipped_calibration
 from mfubench.commands.plan import app
 from mfubench.config import ConfigError, ModelConfig, parse
 from mfubench.flops import count_parameters, flop_terms, flops_per_token
 from mfubench.planner import LAWS, PlanConfig, effective_tokens, evaluate, find_law
+from mfubench.planner_figures import draw_isoflops
 from mfubench.planner_machine import Machine, compute_in_hours, search_on_machine
 from mfubench.planner_search import build_model, isoflop_curve, search, shapes, widths
 from mfubench.planner_study import PlanRequest
@@ -382,6 +384,29 @@ def test_command_figures(tmp_path):
     for text in ("llama3-1.5b", "llama3-1.5b:many", "llama3-1.5b:-3"):
         with pytest.raises(ConfigError, match=r"--design"):
             CliRunner().invoke(app, [*arguments, "--design", text], catch_exceptions=False)
+
+
+def test_given_designs_have_a_colour_and_markers_of_their_own():
+    figure = draw_isoflops(plan(), planner_pages.founding_designs(), LIGHT)
+    (axes,) = figure.axes
+    designs = [line for line in axes.lines if not line.get_label().startswith("_")]
+    others = [line for line in axes.lines if line.get_label().startswith("_")]
+    assert len(designs) == 4
+    assert not {line.get_color() for line in designs} & {line.get_color() for line in others}
+    assert not {line.get_marker() for line in designs} & {line.get_marker() for line in others}
+
+
+def test_a_small_budget_buys_few_tokens_and_not_none():
+    result = CliRunner().invoke(app, ["search", "--compute", "1e16", "--vocab-size", "32000"], catch_exceptions=False)
+    rows = [line.split() for line in result.output.splitlines()[2:]]
+    assert rows[0][4:7] == ["17.9M", "141M", "7.9"] and rows[-1][4:7] == ["251M", "6.36M", "0.0254"]
+
+
+def test_few_tokens_for_people():
+    result = CliRunner().invoke(app, ["loss", "--parameters", "1e9", "--tokens", "4e6"], catch_exceptions=False)
+    assert "D/N 0.004 " in result.output
+    result = CliRunner().invoke(app, ["cost", "llama3-1.5b", "--tokens", "7e6"], catch_exceptions=False)
+    assert "D 7M, D/N 0.00453" in result.output
 
 
 def test_isoflop_curve_touches_the_best_design():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from mfubench.analysis.figures.style import MARKERS, Theme, titled_figure
+from mfubench.analysis.units import format_count
 from mfubench.flops import Convention
 from mfubench.planner import Design, PlanConfig, find_law
 from mfubench.planner_search import isoflop_curve, search
@@ -24,7 +26,7 @@ def draw_isoflops(plan: PlanConfig, designs: Sequence[Design], theme: Theme) -> 
     title = f"What {scientific(plan.compute)} FLOPs buy: loss over model size"
     subtitle = (
         f"{describe_plan(plan)}. Solid: the best real shape of each size on the tokens a budget pays for; "
-        "dots: the best of all; dashed: the textbook's 6ND; orange: given designs."
+        "dots: the best of all; dashed: the textbook's 6ND; in the legend: given designs."
     )
     with theme.applied():
         figure = titled_figure(theme, title, subtitle, 4.4)
@@ -41,7 +43,7 @@ def draw_isoflops(plan: PlanConfig, designs: Sequence[Design], theme: Theme) -> 
             best = search(budget, count=1)[0]
             axes.plot(best.parameters, best.loss, "o", color=colour, ms=6)
             axes.annotate(
-                f"{scientific(budget.compute)} FLOPs: {best.parameters / 1e9:.2f}B on {best.tokens / 1e9:.0f}B, "
+                f"{scientific(budget.compute)} FLOPs: {format_count(best.parameters)} on {format_count(best.tokens)}, "
                 f"{best.loss:.3f}",
                 (best.parameters, best.loss), xytext=(0, -13), textcoords="offset points", ha="center", color=colour,
                 size=8.5,
@@ -63,7 +65,7 @@ def draw_loss_surface(plan: PlanConfig, designs: Sequence[Design], theme: Theme)
     title = "Predicted loss over parameters and tokens"
     subtitle = (
         f"{describe_plan(plan)}. Thick: the best shape of each size at {scientific(plan.compute)} FLOPs; dashed: 6ND "
-        "of the same; dotted: tokens per parameter; orange: given designs, with what they really cost."
+        "of the same; dotted: tokens per parameter; in the legend: given designs, with what they really cost."
     )
     with theme.applied():
         figure = titled_figure(theme, title, subtitle, 5.4)
@@ -94,17 +96,20 @@ def draw_loss_surface(plan: PlanConfig, designs: Sequence[Design], theme: Theme)
         axes.set_ylim(tokens[0], tokens[-1])
         axes.set_yscale("log")
         label_axes(axes, "parameters", "training tokens")
-        mark_billions(axes.yaxis)
+        mark_powers(axes.yaxis)
     return figure
 
 
 def mark_designs(axes: Axes, designs: Sequence[Design], theme: Theme, height: str, convention: Convention) -> None:
-    """A marker at (parameters, `height` of the design) each; the legend has name, loss and cost."""
-    for design, marker in zip(designs, MARKERS, strict=False):
+    """A marker at (parameters, `height` of the design) each; the legend has name, loss and cost.
+
+    In a colour that no curve has, and no dots, which are the best designs.
+    """
+    for design, marker in zip(designs, cycle(MARKERS[1:]), strict=False):
         axes.plot(
-            design.parameters, design.loss if height == "loss" else design.tokens, marker, color=theme.bad, ms=7,
-            mec=theme.background, mew=0.8, ls="none",
-            label=f"{design.model.name} on {design.tokens / 1e9:.0f}B tokens: loss {design.loss:.3f} "
+            design.parameters, design.loss if height == "loss" else design.tokens, marker,
+            color=theme.series[len(BUDGET_STEPS)], ms=8, mec=theme.text, mew=0.8, ls="none",
+            label=f"{design.model.name} on {format_count(design.tokens)} tokens: loss {design.loss:.3f} "
             f"for {scientific(design.cost(convention))} FLOPs",
         )  # fmt: skip
     if designs:
@@ -116,14 +121,14 @@ def label_axes(axes: Axes, x: str, y: str) -> None:
     axes.set_xscale("log")
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    mark_billions(axes.xaxis)
+    mark_powers(axes.xaxis)
 
 
-def mark_billions(axis: Axis) -> None:
-    """1 and 3 of each power of ten, in billions."""
+def mark_powers(axis: Axis) -> None:
+    """1 and 3 of each power of ten: 300M, 1B, 3B."""
     low, high = axis.get_view_interval()
-    axis.set_ticks([tick for power in range(6, 15) for tick in (10.0**power, 3 * 10.0**power) if low <= tick <= high])
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e9:g}B"))
+    axis.set_ticks([tick for power in range(3, 15) for tick in (10.0**power, 3 * 10.0**power) if low <= tick <= high])
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
     axis.set_minor_locator(NullLocator())
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from mfubench.analysis.expectations import load_expectations
 from mfubench.analysis.figures.style import LIGHT
+from mfubench.analysis.units import format_digits
 from mfubench.config import ModelConfig, Parallelism
 from mfubench.flops import CONVENTIONS, count_parameters, flop_terms, flops_per_token
 from mfubench.planner import LAWS, Design, PlanConfig, evaluate, find_law
@@ -176,9 +177,9 @@ def claim_table() -> str:
                 [
                     f"{design.model.name} on {one.tokens / 1e9:.0f}B",
                     f"{machine.world_size} x {machine.card.removeprefix('NVIDIA ')}",
-                    span(*one.hours, lambda hours: f"{hours:.3g}"),
+                    span(*one.hours, format_digits),
                     span(low, high, lambda value: f"{100 * value:.0f}", " %"),
-                    f"{price.hours:.3g} ± {price.error_fraction * price.hours:.2g}",
+                    f"{format_digits(price.hours)} ± {format_digits(price.error_fraction * price.hours, 2)}",
                 ]
             )
     return markdown(["design", "machine", "expected hours", "which is an MFU of", "predicted hours"], rows)

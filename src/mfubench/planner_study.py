@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from mfubench.analysis.units import format_count, format_digits
 from mfubench.config import ConfigError, Parallelism, Strict
 from mfubench.flops import CONVENTIONS
 from mfubench.hardware import find_gpu
@@ -102,7 +103,7 @@ def format_designs(plan: PlanConfig, designs: Sequence[Design], prices: Sequence
     """Designs and what they take, for people."""
     lines = [
         f"{plan.compute:.3g} FLOPs ({plan.convention}), vocabulary {plan.vocab_size:,}, {plan.law} law",
-        f"{'layers':>6} {'hidden':>6} {'heads/kv/dim':>13} {'mlp':>6} {'N':>8} {'D':>8} {'D/N':>6} {'loss':>8}"
+        f"{'layers':>6} {'hidden':>6} {'heads/kv/dim':>13} {'mlp':>6} {'N':>8} {'D':>8} {'D/N':>8} {'loss':>8}"
         + (f" {'MFU':>6} {'hours':>7} {'MWh':>6} {'money':>9}" if prices else ""),
     ]
     lines += design_lines(designs, prices)
@@ -122,7 +123,8 @@ def design_lines(designs: Sequence[Design], prices: Sequence[Any]) -> list[str]:
         heads = f"{model.num_attention_heads}/{model.num_key_value_heads}/{model.head_dim}"
         line = (
             f"{model.num_hidden_layers:>6} {model.hidden_size:>6} {heads:>13} {model.intermediate_size:>6} "
-            f"{design.parameters / 1e9:>7.3f}B {design.tokens / 1e9:>7.1f}B {design.tokens_per_parameter:>6.1f} "
+            f"{format_count(design.parameters):>8} {format_count(design.tokens):>8} "
+            f"{format_digits(design.tokens_per_parameter):>8} "
             f"{design.loss:>8.5f}"
         )
         if prices:

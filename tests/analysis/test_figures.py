@@ -3,8 +3,11 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import re
 import shutil
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from analysis.example_study import make_gpu_log, write_memory_search
@@ -14,9 +17,21 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
 
-from mfubench.analysis.figures.style import DARK, LIGHT, MARKERS, Theme, machine_label, per_gpu, png
+from mfubench.analysis.figures.style import (
+    DARK,
+    LIGHT,
+    MARKERS,
+    Theme,
+    machine_label,
+    peak_label,
+    per_gpu,
+    plain_axes,
+    png,
+    titled_figure,
+)
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import measure
+from mfubench.analysis.roofline import Point
 from mfubench.run_log import read_run_log, write_run_log
 from mfubench.run_plot import draw as draw_run
 
@@ -130,7 +145,43 @@ def test_the_roofline_has_both_roofs_and_every_group(gpu: Findings):
     assert "datasheet: 989.4 TFLOP/s, 3,352 GB/s" in shown and "measured: 752 TFLOP/s, 2,960 GB/s" in shown
     for group in ("matmuls", "attention", "activation", "RoPE and head layout"):
         assert f"{group}, " in shown
-    assert "gradient accumulation" not in shown  # 0.9 % of the step: a point without a label
+    assert "gradient accumulation, 0.9 %" in shown
+
+
+def test_no_label_of_the_roofline_lies_on_a_roof_and_no_line_crosses_another(gpu: Findings):
+    """Matmuls of long names far from the slope, and, as on a CPU, slower groups beyond faster ones."""
+    roofline = module("roofline")
+    names = ("matmul: attention output", "matmul: MLP down", "matmul: qkv", "attention", "activation", "loss", "norms")
+    kinds = ("matmul", "matmul", "matmul", "attention", "memory", "memory", "memory")
+    figures = {
+        "GPU": ((1100, 623), (1570, 684), (1620, 690), (597, 370), (1.1, 2.7), (0.9, 2.1), (0.8, 1.9)),
+        "CPU": ((40, 0.9), (46, 0.2), (52, 0.6), (38, 0.4), (1.1, 0.01), (1.3, 0.03), (0.8, 0.02)),
+    }
+    for where, places in figures.items():
+        points = [
+            Point(name, kind, intensity * 1e9, 1e9, intensity * 1e9 / tflops / 1e12)
+            for name, kind, (intensity, tflops) in zip(names, kinds, places, strict=True)
+        ]
+        roof = roofline.Roof("datasheet", *((989.4, 4800.0) if where == "GPU" else (1.0, 40.0)), "-", "k")
+        figure = titled_figure(LIGHT, "", "", 4.2)
+        axes = figure.subplots()
+        roofline.draw_roofs(axes, [roof], points)
+        roofline.draw_points(axes, points, [roof], SimpleNamespace(rank=SimpleNamespace(step_s=1.0)), LIGHT)
+        axes.set(xscale="log", yscale="log")
+        figure.draw_without_rendering()
+        for text in axes.texts:
+            box = text.get_window_extent().transformed(axes.transData.inverted())
+            assert box.y1 < roof.at(box.x0), (where, text.get_text())
+        placed = roofline.labels_of(points, 1.0, axes.get_xlim(), [roof])
+        assert {label.point.label for label in placed} == set(names)
+        lines = [
+            [
+                complex(*axes.transData.transform(end))
+                for end in ((one.point.intensity, one.point.tflops), (one.x, one.y))
+            ]
+            for one in placed
+        ]
+        assert not any(roofline.cross(*one, *other) for one, other in combinations(lines, 2)), where
 
 
 def drawn(found: Findings, name: str) -> Figure:
@@ -175,7 +226,7 @@ def test_axes_say_that_they_do_not_start_at_0_only_where_it_is_true(gpu: Finding
     assert all("axis does not start at 0" in told[name] for name in ("ladder", "memory"))
     found = noisy(cpu_study, tmp_path, 8.0)
     (axes,) = drawn(found, "ladder").axes
-    assert axes.get_ylim()[0] <= 0 and "start at 0" not in " ".join(texts(found, "ladder").split())
+    assert axes.get_ylim()[0] == 0 and "start at 0" not in " ".join(texts(found, "ladder").split())
 
 
 def test_the_scaling_axis_says_that_it_does_not_start_at_0_only_where_it_is_true(
@@ -231,6 +282,132 @@ def test_no_bar_of_the_ladder_runs_through_a_label(cpu_study: Path, tmp_path: Pa
         box = label.get_window_extent()
         assert not any(box.x0 <= x <= box.x1 and low < box.y1 and high > box.y0 for (x, low), (_, high) in segments)
         assert box.y1 <= axes.bbox.y1
+
+
+def test_a_bar_of_the_ladder_that_goes_beyond_the_axis_has_an_arrow(cpu_study: Path, tmp_path: Path, gpu: Findings):
+    found = noisy(cpu_study, tmp_path, 0.1)
+    (axes,) = drawn(found, "ladder").axes
+    assert [line.get_marker() for line in axes.lines].count("^") == 2
+    shown = " ".join(texts(found, "ladder").split())
+    assert "to 106,300" in shown and "arrows: beyond the axis" in shown
+    assert "arrows" not in texts(gpu, "ladder")
+
+
+def test_a_rung_that_was_left_out_stands_at_its_place(changed_study: Path):
+    path = changed_study / "runs" / "tiers" / "tier2.json"
+    log = read_run_log(path)
+    write_run_log(path, log.model_copy(update={"status": "skipped", "steps": [], "rank_step_times_s": []}))
+    declared = json.loads((changed_study / "study.json").read_text())
+    declared["skipped"]["tiers/tier4"] = "needs cuda_graphs"
+    (changed_study / "study.json").write_text(json.dumps(declared))
+    axes = drawn(Findings.of(changed_study), "ladder").axes[1]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["tier1", "tier2", "tier3", "tier4"]
+    assert [text.get_position()[0] for text in axes.texts if text.get_text() == "skipped"] == [1, 3]
+    assert [text.get_position()[0] for text in axes.texts if "…" in text.get_text()] == [1]  # tier3 over tier1
+
+
+def test_no_label_of_the_ladder_lies_on_its_line(gpu: Findings):
+    for axes in drawn(gpu, "ladder").axes:
+        (line,) = [line for line in axes.lines if line.is_dashed()]
+        path = line.get_path().transformed(axes.transData)
+        labels = [text for text in axes.texts if "MFU" in text.get_text()]
+        assert len(labels) == 3
+        assert not any(path.intersects_bbox(label.get_window_extent(), filled=False) for label in labels)
+
+
+def test_effects_beyond_the_axis_have_an_arrow_and_a_number(changed_study: Path):
+    path = changed_study / "runs" / "baseline" / "1.1-plain.json"
+    log = read_run_log(path)
+    for step in log.measured_steps():
+        step.step_time_s *= 24.49
+    write_run_log(path, log)
+    (axes,) = drawn(Findings.of(changed_study), "effects").axes
+    arrows = [line for line in axes.lines if line.get_marker() == ">"]
+    assert 0 in [int(arrow.get_ydata()[0]) for arrow in arrows]  # the largest change stands first
+    assert any(re.fullmatch(r"\+2,\d\d\d %", text.get_text()) for text in axes.texts)
+
+
+def test_the_box_of_what_was_expected_is_whole(gpu: Findings):
+    (axes,) = drawn(gpu, "effects").axes
+    boxes = [patch for patch in axes.patches if isinstance(patch, Rectangle) and patch.get_hatch()]
+    left, right = axes.get_xlim()
+    assert len(boxes) == 5
+    assert all(left < box.get_x() and box.get_x() + box.get_width() < right for box in boxes)
+
+
+def test_numbers_of_micro_batches_stand_clear_of_the_line(cpu_study: Path, tmp_path: Path):
+    """A slow trial among faster ones: the line runs above its point on both sides."""
+    study = Path(shutil.copytree(cpu_study, tmp_path / "study"))
+    write_memory_search(study)
+    path = study / "memory" / "5.1-limit.json"
+    limit = json.loads(path.read_text())
+    for trial in limit["trials"]:
+        if trial["micro_batch_size"] == 16:
+            trial["tokens_per_s_per_gpu"] = 20_000
+    path.write_text(json.dumps(limit))
+    (axes,) = drawn(Findings.of(study), "memory").axes
+    curve = axes.lines[0].get_path().transformed(axes.transData)
+    numbers = [text for text in axes.texts if text.get_text().isdigit()]
+    assert "16" in [number.get_text() for number in numbers]
+    assert not any(curve.intersects_bbox(number.get_window_extent(), filled=False) for number in numbers)
+
+
+def test_a_mark_of_held_out_text_at_step_0_is_whole(changed_study: Path):
+    path = changed_study / "runs" / "training" / "pretrain.json"
+    log = read_run_log(path)
+    first = log.evaluations[0].model_copy(update={"step": 0})
+    write_run_log(path, log.model_copy(update={"evaluations": [first, *log.evaluations]}))
+    (marks,) = [line for line in drawn(Findings.of(changed_study), "loss").axes[0].lines if line.get_marker() == "o"]
+    assert marks.get_xdata()[0] == 0 and not marks.get_clip_on()
+
+
+def test_ticks_have_separators_of_thousands(gpu: Findings):
+    (axes,) = drawn(gpu, "waterfall").axes
+    ticks = [label.get_text() for label in axes.get_xticklabels()]
+    assert "1,000" in ticks and "1000" not in ticks
+    axes = Figure().subplots()
+    plain_axes(axes, "y")
+    axes.plot([0, 70_000], [0.0, 0.0003])
+    assert "60,000" in axes.xaxis.get_major_formatter().format_ticks([20_000, 60_000])
+    assert axes.yaxis.get_major_formatter().format_ticks([0.0001, 0.00015, 0.0003])[1] == "0.00015"
+
+
+def test_every_peak_is_named(gpu: Findings):
+    """Three precisions in one study."""
+    peaks = ((989.4, "bf16"), (494.7, "tf32"), (1978.9, "fp8"))
+    measures = [SimpleNamespace(peak=SimpleNamespace(tflops=t, dtype=d, measured=False)) for t, d in peaks]
+    assert peak_label(measures) == (
+        "1,979 TFLOP/s fp8 (datasheet, dense), 989.4 TFLOP/s bf16 (datasheet, dense) or "
+        "494.7 TFLOP/s tf32 (datasheet, dense)"
+    )
+    assert "MFU of the peak of each case's precision: 989.4" in " ".join(texts(gpu, "throughput").split())
+
+
+def test_an_efficiency_that_cannot_be_is_named_and_not_drawn(changed_study: Path):
+    path = changed_study / "runs" / "scaling" / "2.1-plain-gpus8.json"
+    log = read_run_log(path)
+    for step in log.measured_steps():
+        step.step_time_s /= 3
+    write_run_log(path, log)
+    found = Findings.of(changed_study)
+    shown = " ".join(texts(found, "scaling").split())
+    assert re.search(r"left out as no scaling \(more than 105 %\): 2.1-plain at 8 \(28\d\.\d %\)", shown)
+    assert "2.1-plain: 98." in shown and "tokens/s in all (logarithmic; dotted: ideal)" in shown
+    left, _ = drawn(found, "scaling").axes
+    assert max(left.lines[0].get_ydata()) == 1 and left.get_ylim()[1] < 1.1
+    for other in (changed_study / "runs" / "scaling").glob("2.2-*"):
+        other.unlink()
+    (changed_study / "runs" / "scaling" / "2.1-plain-gpus4.json").unlink()
+    shown = " ".join(texts(Findings.of(changed_study), "scaling").split())
+    assert "Nothing to show: left out as no scaling" in shown
+
+
+def test_an_interval_of_an_efficiency_that_goes_beyond_the_axis_has_an_arrow(cpu_study: Path, tmp_path: Path):
+    found = noisy(cpu_study, tmp_path, 8.0)
+    left, _ = drawn(found, "scaling").axes
+    assert [line.get_marker() for line in left.lines].count("^") == 1
+    shown = texts(found, "scaling")
+    assert "arrows: beyond the axis" in " ".join(shown.split()) and "too noisy to tell" in shown
 
 
 def test_a_single_micro_batch_size_is_told_in_words(cpu_study: Path, tmp_path: Path):

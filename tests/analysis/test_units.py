@@ -3,7 +3,20 @@
 import pytest
 
 from mfubench.analysis.statistics import Difference, Interval
-from mfubench.analysis.units import TOO_NOISY, format_difference, format_interval, format_rate
+from mfubench.analysis.units import (
+    TOO_NOISY,
+    format_bytes,
+    format_count,
+    format_difference,
+    format_digits,
+    format_hours,
+    format_interval,
+    format_milliseconds,
+    format_rate,
+    format_seconds,
+    format_signed_percent,
+    format_tflops,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +35,19 @@ def test_an_interval_that_says_nothing_is_not_spelled_out(low, high, text):
 def test_digits_of_a_rate():
     rates = {0.5: "0.5", 87.34: "87.3", 1_236: "1,240", 73_449: "73,400", 123_456: "123,500", 1_234_567: "1,234,600"}
     assert {rate: format_rate(rate) for rate in rates} == rates
+
+
+def test_no_number_has_an_exponent():
+    numbers = {0.0: "0", 0.000042: "0.000042", 0.5: "0.5", 87.34: "87.3", 999.7: "1,000", -1_259.6: "-1,260"}
+    assert {number: format_digits(number) for number in numbers} == numbers
+    assert format_digits(213.4, 2) == "210" and format_digits(12_345.6, 4) == "12,350"
+
+
+def test_a_number_that_is_rounded_up_to_the_next_unit_is_in_that_unit():
+    assert format_rate(999.7) == "1,000" and format_rate(9_996) == "10,000"
+    assert format_count(999_700) == "1M" and format_bytes(999_700_000) == "1 GB" and format_seconds(0.9996) == "1 s"
+    assert format_milliseconds(0.00000042) == "0.00042 ms" and format_hours(999.7 * 24) == "1,000 days"
+    assert format_tflops(12_345.6) == "12,350 TFLOP/s" and format_signed_percent(23.49, 0) == "+2,349 %"
 
 
 def test_a_difference_in_words():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from mfubench.analysis.statistics import Difference, Interval, Quartiles
@@ -11,10 +12,25 @@ NOISE_FACTOR = 4.0  # upper end of an interval over its lower: wider ones are no
 TOO_NOISY = "too noisy to tell"
 
 
+def round_digits(value: float, digits: int = 3) -> float:
+    """The value to so many significant digits: 999.7 to three is 1000."""
+    return float(f"{value:.{digits - 1}e}")
+
+
+def format_digits(value: float, digits: int = 3) -> str:
+    """So many significant digits, never an exponent: 1,260, 87.3, 0.5 or 0.00042."""
+    rounded = round_digits(value, digits)
+    if not math.isfinite(rounded) or rounded == 0:
+        return f"{rounded:g}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    text = f"{rounded:,.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
+
+
 def format_rate(tokens_per_s: float) -> str:
     """87.3, 1,240 or 73,400, three digits; above them whole hundreds, 532,800."""
     if tokens_per_s < 1000:
-        return f"{tokens_per_s:,.3g}"
+        return format_digits(tokens_per_s)
     return f"{round(tokens_per_s, -1 if tokens_per_s < 10_000 else -2):,.0f}"
 
 
@@ -24,12 +40,12 @@ def rate_unit(device: str) -> str:
 
 
 def format_percent(fraction: float | None, digits: int = 1) -> str:
-    return "–" if fraction is None else f"{100 * fraction:.{digits}f} %"
+    return "–" if fraction is None else f"{100 * fraction:,.{digits}f} %"
 
 
 def format_signed_percent(fraction: float, digits: int = 1) -> str:
     """+3.2 %, −0.4 % with a true minus sign."""
-    return f"{100 * fraction:+.{digits}f} %".replace("-", "−")
+    return f"{100 * fraction:+,.{digits}f} %".replace("-", "−")
 
 
 def is_noise(low: float, high: float) -> bool:
@@ -62,7 +78,7 @@ def format_difference(measured: Difference) -> str:
 def format_gib(gib: float | None) -> str:
     if gib is None:
         return "–"
-    return f"{gib:.1f} GiB" if gib >= 10 else f"{gib:.2f} GiB"
+    return f"{gib:,.1f} GiB" if gib >= 10 else f"{gib:.2f} GiB"
 
 
 def format_quartiles(values: Quartiles | None, show: Callable[[float], str]) -> str:
@@ -70,46 +86,48 @@ def format_quartiles(values: Quartiles | None, show: Callable[[float], str]) -> 
 
 
 def format_seconds(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 120 else format_hours(seconds / 3600)
+    if round_digits(seconds) < 1:
+        return f"{format_digits(1000 * seconds)} ms"
+    return f"{format_digits(seconds)} s" if seconds < 120 else format_hours(seconds / 3600)
 
 
 def format_milliseconds(seconds: float) -> str:
     """5,676 ms, 49.8 ms, 0.21 ms."""
     milliseconds = 1000 * seconds
-    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
+    return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{format_digits(milliseconds)} ms"
 
 
 def format_bytes(size: float) -> str:
     """603 GB, 1.27 MB."""
+    size = round_digits(size)
     for unit, letter in ((1e9, "GB"), (1e6, "MB")):
         if size >= unit:
-            return f"{size / unit:,.3g} {letter}"
-    return f"{size / 1e3:,.3g} kB"
+            return f"{format_digits(size / unit)} {letter}"
+    return f"{format_digits(size / 1e3)} kB"
 
 
 def format_tflops(tflops: float) -> str:
     """721.4 TFLOP/s, 18.7 GFLOP/s."""
-    return f"{tflops:,.4g} TFLOP/s" if tflops >= 0.1 else f"{1000 * tflops:,.3g} GFLOP/s"
+    return f"{format_digits(tflops, 4)} TFLOP/s" if tflops >= 0.1 else f"{format_digits(1000 * tflops)} GFLOP/s"
 
 
 def format_hours(hours: float) -> str:
     """Minutes, hours, days or years, whichever reads best."""
     if hours < 2:
-        return f"{60 * hours:.3g} min"
+        return f"{format_digits(60 * hours)} min"
     if hours < 72:
-        return f"{hours:.3g} h"
+        return f"{format_digits(hours)} h"
     days = hours / 24
-    return f"{days:.3g} days" if days < 1000 else f"{days / 365.25:,.3g} years"
+    return f"{format_digits(days)} days" if days < 1000 else f"{format_digits(days / 365.25)} years"
 
 
 def format_count(number: float) -> str:
     """1.29B, 85B, 24.7M."""
+    number = round_digits(number)
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
+            return f"{format_digits(number / size)}{letter}"
+    return format_digits(number)
 
 
 def format_number_of(count: int, what: str) -> str:
@@ -125,7 +143,7 @@ def format_range(values: tuple[float, float], show: Callable[[float], str], unit
 
 
 def format_share(fraction: tuple[float, float]) -> str:
-    return format_range(fraction, lambda value: f"{100 * value:.3g}", "%")
+    return format_range(fraction, lambda value: format_digits(100 * value), "%")
 
 
 def format_quantity(quantity: str, values: tuple[float, float]) -> str:
@@ -135,7 +153,7 @@ def format_quantity(quantity: str, values: tuple[float, float]) -> str:
     if quantity == "tokens_per_s":
         return format_range(values, lambda value: f"{value:,.0f}", "tokens/s")
     if quantity == "memory_gb":
-        return format_range(values, lambda value: f"{value:.4g}", "GB")
+        return format_range(values, lambda value: format_digits(value, 4), "GB")
     if quantity == "hours":
         return (
             f"{format_hours(values[0])} to {format_hours(values[1])}"
@@ -144,7 +162,7 @@ def format_quantity(quantity: str, values: tuple[float, float]) -> str:
         )
     if quantity == "parameters":
         return format_range(values, lambda value: f"{value:,.0f}", "parameters")
-    return format_range(values, lambda value: f"{value:.4g}", "")
+    return format_range(values, lambda value: format_digits(value, 4), "")
 
 
 def format_measured(quantity: str, value: float) -> str:

@@ -41,19 +41,20 @@ def flops(
     console = Console()
     console.print(f"{config.name}: {architecture(config)}", highlight=False)
     console.print(components(config, seq_len), conventions_table(config, seq_len))
+    console.print("The components add up to matmul; an MFU without a convention's name is palm.", highlight=False)
     ratio = attention_to_mlp_ratio(config, seq_len)
     console.print(f"attention/FFN {ratio:.2f} (FLOPs of projections and scores over those of the MLP)", highlight=False)
 
 
 def components(model: ModelConfig, seq_len: int) -> Table:
-    """Parameters, and what each part costs a token in the `matmul` convention."""
+    """Parameters, and what each part costs a token in the `matmul` convention, as the header says."""
     from rich.table import Table
 
     from mfubench.flops import count_parameters, flop_terms, flops_per_token
 
     counts, terms = count_parameters(model), flop_terms(model, seq_len)
     total = flops_per_token(terms, "matmul")
-    table = Table("component", "parameters", "share", "MFLOP a token", "share")
+    table = Table("component", "parameters", "share", "MFLOP a token\n(matmul)", "share")
     for column in table.columns[1:]:
         column.justify = "right"
     rows = [
@@ -75,18 +76,18 @@ def components(model: ModelConfig, seq_len: int) -> Table:
 
 
 def conventions_table(model: ModelConfig, seq_len: int) -> Table:
-    """GFLOP a token by convention: palm takes all parameters, matmul those in matmuls, causal half of attention too."""
+    """MFLOP a token by convention: palm takes all parameters, matmul those in matmuls, causal half of attention too."""
     from rich.table import Table
 
     from mfubench.flops import CONVENTIONS, flop_terms, flops_per_token
 
     terms = flop_terms(model, seq_len)
-    table = Table("convention", "6 x parameters", "attention", "GFLOP a token")
+    table = Table("convention", "6 x parameters", "attention", "MFLOP a token")
     for column in table.columns[1:]:
         column.justify = "right"
     for name in CONVENTIONS:
         parameters = terms.parameters if name == "palm" else terms.matmul_parameters
         attention = terms.attention / (2 if name == "causal" else 1)
         cells = (6 * parameters, attention, flops_per_token(terms, name))
-        table.add_row(name, *(f"{cell / 1e9:.4f}" for cell in cells))
+        table.add_row(name, *(f"{cell / 1e6:,.1f}" for cell in cells))
     return table

@@ -22,6 +22,7 @@ def loss(
     as_json: Json = False,
 ) -> None:
     """Predicted loss of N parameters trained on D tokens."""
+    from mfubench.analysis.units import format_digits
     from mfubench.planner import find_law, require_positive
 
     require_positive(parameters=parameters, tokens=tokens)
@@ -37,7 +38,8 @@ def loss(
     if as_json:
         typer.echo(json.dumps(result))
     else:
-        typer.echo(f"loss {result['loss']:.5f} at D/N {result['tokens_per_parameter']:.1f} ({chinchilla.source})")
+        ratio = format_digits(tokens / parameters)
+        typer.echo(f"loss {result['loss']:.5f} at D/N {ratio} ({chinchilla.source})")
 
 
 @app.command()
@@ -49,6 +51,7 @@ def cost(
     as_json: Json = False,
 ) -> None:
     """FLOPs of training a preset, by every convention and by 6ND, and the loss to expect."""
+    from mfubench.analysis.units import format_count, format_digits
     from mfubench.planner import evaluate, find_law, require_positive
     from mfubench.planner_study import describe_design
     from mfubench.presets import load_model
@@ -59,7 +62,8 @@ def cost(
     if as_json:
         typer.echo(json.dumps(result))
         return
-    typer.echo(f"{model}: N {design.parameters:,}, D {tokens:.4g}, D/N {design.tokens_per_parameter:.1f}")
+    ratio = format_digits(design.tokens_per_parameter)
+    typer.echo(f"{model}: N {design.parameters:,}, D {format_count(tokens)}, D/N {ratio}")
     typer.echo(f"loss    {design.loss:.5f} ({law})")
     for name, flops in result["cost_flops"].items():
         typer.echo(f"{name:<7} {flops:.4e} FLOPs")

@@ -24,11 +24,11 @@ from mfubench.analysis.figures.style import (
 )
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.statistics import ProcessSpread, process_half_width
-from mfubench.analysis.units import format_difference, format_number_of
+from mfubench.analysis.units import format_difference, format_number_of, format_signed_percent
 
 TITLE = "What each setting is worth"
 ROW = 0.46  # inches
-WIDEST = 2.0  # change shown at the most: intervals of noise go beyond
+WIDEST = 2.0  # change shown at the most: what goes beyond has an arrow at the edge
 MARKS = {"faster": "o", "slower": "s", "no difference": "D"}
 
 
@@ -52,6 +52,8 @@ def draw(found: Findings, theme: Theme) -> Figure:
     left, right = axes.get_xlim()
     axes.axvspan(-half, half, color=theme.band, zorder=0)
     axes.set_xlim(min(left, max(-1.0, -1.1 * half)), max(right, min(WIDEST, 1.1 * half)))
+    for position, effect in enumerate(measured):
+        mark_beyond(axes, position, effect, theme)
     handles = [
         Patch(facecolor=theme.band, label="no difference: two single processes differ by as much"),
         Patch(facecolor="none", edgecolor=theme.series[1], hatch="////", label="expected by the testing guide")
@@ -66,11 +68,12 @@ def draw(found: Findings, theme: Theme) -> Figure:
 
 def draw_forest(axes: Axes, effects: list[Effect], expectations: Expectations | None, theme: Theme) -> None:
     plain_axes(axes, "x")
+    axes.use_sticky_edges = False  # bars have them, and would then touch the frame
     axes.axvline(0, color=theme.muted, linewidth=1)
     for position, effect in enumerate(effects):
         assert effect.difference is not None
         change, interval = effect.difference.change, effect.difference.interval
-        color = theme.muted if effect.verdict == "no difference" else theme.series[0]
+        color = effect_color(effect, theme)
         expected = expected_change(effect, expectations)
         if expected is not None:
             low, high = expected[0] - 0.003, expected[1] + 0.003
@@ -88,6 +91,24 @@ def draw_forest(axes: Axes, effects: list[Effect], expectations: Expectations | 
     axes.set_xlim(max(left, -1.0), min(right, WIDEST))
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
     axes.set_xlabel("change in rate (0 %: the setting does nothing)")
+
+
+def mark_beyond(axes: Axes, position: int, effect: Effect, theme: Theme) -> None:
+    """Arrows where the interval goes beyond the axis, and the number where the change itself does."""
+    assert effect.difference is not None
+    change, interval = effect.difference.change, effect.difference.interval
+    left, right = axes.get_xlim()
+    color, edges = effect_color(effect, theme), axes.get_yaxis_transform()
+    for beyond, edge, marker in ((interval.low < left, 0.007, "<"), (interval.high > right, 0.993, ">")):
+        if beyond:
+            axes.plot(edge, position, marker, color=color, markersize=7, transform=edges, zorder=4)
+    if change > right:
+        axes.annotate(format_signed_percent(change, 0), (1, position), xycoords=edges, xytext=(-3, 5),
+                      textcoords="offset points", ha="right", size=8.5, color=color)  # fmt: skip
+
+
+def effect_color(effect: Effect, theme: Theme) -> str:
+    return theme.muted if effect.verdict == "no difference" else theme.series[0]
 
 
 def effect_label(effect: Effect) -> str:

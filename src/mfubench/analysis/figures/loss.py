@@ -22,6 +22,7 @@ from mfubench.analysis.figures.style import (
     titled_figure,
 )
 from mfubench.analysis.findings import Findings
+from mfubench.analysis.units import format_digits
 from mfubench.run_log import RunLog
 
 TITLE = "Loss and gradient norm"
@@ -58,7 +59,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
     left.set_title("loss, nats per token", loc="left", color=theme.muted, weight="bold")
     right.set_yscale("log")
     right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
-    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_digits(value)))
     right.yaxis.set_minor_locator(NullLocator())
     right.set_title("gradient norm", loc="left", color=theme.muted, weight="bold")
     # below both panels, whose colours it explains: a curve may come to any place within them
@@ -84,7 +85,8 @@ def draw_loss(axes: Axes, log: RunLog, color: str, marker: str) -> Line2D:
     if not held_out or len(log.steps) < 2:
         return Line2D([], [], color=color, linewidth=CURVE_WIDTH)
     steps, losses = zip(*held_out, strict=True)
-    axes.plot(steps, losses, marker, **marks)
+    # not clipped: an evaluation at step 0 stands on the frame
+    axes.plot(steps, losses, marker, clip_on=False, zorder=3, **marks)
     return Line2D([], [], marker=marker, linewidth=CURVE_WIDTH, **marks)
 
 

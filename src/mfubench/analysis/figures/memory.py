@@ -12,10 +12,12 @@ from mfubench.analysis.figures.style import (
     MARKERS,
     Theme,
     empty_figure,
+    halo,
     machine_label,
     per_gpu,
     plain_axes,
     run_plot,
+    side_clear_of_line,
     titled_figure,
     with_start,
 )
@@ -54,13 +56,14 @@ def draw(found: Findings, theme: Theme) -> Figure:
     axes.spines["bottom"].set_visible(True)
     for position, (name, limit) in enumerate(limits.items()):
         color, marker = theme.series[position % len(theme.series)], MARKERS[position % len(MARKERS)]
-        draw_search(axes, name, limit, color, marker, exact=not on_cpu)
+        draw_search(axes, name, limit, color, marker, exact=not on_cpu, theme=theme)
     if runs:
         memories, rates, sizes = zip(*sorted(runs), strict=True)
         axes.plot(memories, rates, "*", color=theme.series[-1], markeredgecolor=theme.text, markeredgewidth=0.5,
                   markersize=13, label="measured runs of the stage memory", zorder=5)  # fmt: skip
         for x, y, size in zip(memories, rates, sizes, strict=True):
-            axes.annotate(str(size), (x, y), xytext=(0, -15), textcoords="offset points", ha="center", size=8)
+            axes.annotate(str(size), (x, y), xytext=(0, 8), textcoords="offset points", ha="center", size=8,
+                          path_effects=halo(theme))  # fmt: skip
     low, high = axes.get_ylim()
     low, high = max(0.0, low - 0.2 * (high - low)), high + 0.16 * (high - low)
     axes.set_ylim(low, high)
@@ -81,7 +84,7 @@ def points_of(limit: MemoryLimit) -> list[tuple[float, float, int]]:
     ]
 
 
-def draw_search(axes: Axes, name: str, limit: MemoryLimit, color: str, marker: str, exact: bool) -> None:
+def draw_search(axes: Axes, name: str, limit: MemoryLimit, color: str, marker: str, exact: bool, theme: Theme) -> None:
     fitting = sorted(points_of(limit), key=lambda point: point[2])
     too_large = sorted(trial.micro_batch_size for trial in limit.trials if trial.status == "oom")
     fits = f"largest {'' if exact else 'about '}{limit.largest}" if limit.largest is not None else "nothing fits"
@@ -89,9 +92,12 @@ def draw_search(axes: Axes, name: str, limit: MemoryLimit, color: str, marker: s
     memories, rates, _ = zip(*fitting, strict=True)
     label = f"{name.split('/')[1]}: {fits}{beyond}"
     axes.plot(memories, rates, marker=marker, color=color, linewidth=1.2, label=label)
-    for x, y, size in fitting:
-        axes.annotate(str(size), (x, y), xytext=(0, 7), textcoords="offset points", ha="center",
-                      size=8, color=color)  # fmt: skip
+    for position, (x, y, size) in enumerate(fitting):
+        before, after = rates[max(position - 1, 0)] - y, rates[min(position + 1, len(rates) - 1)] - y
+        side, vertical = side_clear_of_line(before, after)
+        offset = ({"right": -3, "center": 0, "left": 3}[side], 6 if vertical == "bottom" else -6)
+        axes.annotate(str(size), (x, y), xytext=offset, textcoords="offset points", ha=side, va=vertical, size=8,
+                      color=color, path_effects=halo(theme))  # fmt: skip
 
 
 def draw_capacity(axes: Axes, limits: list[MemoryLimit], theme: Theme) -> None:

@@ -12,6 +12,7 @@ from mfubench.analysis.figures.style import (
     MARKERS,
     Theme,
     empty_figure,
+    halo,
     machine_label,
     per_gpu,
     plain_axes,
@@ -21,37 +22,39 @@ from mfubench.analysis.figures.style import (
 )
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.scaling import ScalingPoint
-from mfubench.analysis.units import format_count
+from mfubench.analysis.study import MOST_EFFICIENT
+from mfubench.analysis.units import TOO_NOISY, format_count, format_percent, is_noise
 
+Curve = list[tuple[ScalingPoint, float]]  # with their efficiency
 TITLE = "What is left of a GPU's rate when there are more of them"
 
 
 def draw(found: Findings, theme: Theme) -> Figure:
     unit = per_gpu(found).rsplit("/", 1)[1]
-    curves: dict[str, list[tuple[ScalingPoint, float]]] = {}  # with their efficiency
-    for point in found.scaling:
-        if point.efficiency is not None:
-            curves.setdefault(point.series, []).append((point, point.efficiency))
+    curves, impossible = curves_of(found)
+    left_out = f"left out as no scaling (more than {format_percent(MOST_EFFICIENT, 0)}): {', '.join(impossible)}"
     if not curves:
-        measured = {point.world_size for point in found.scaling}
-        there = "no series has two" if measured else "no case of the stage scaling was measured"
-        if len(measured) == 1:
-            there = f"only world size {min(measured)} was measured"
-        return empty_figure(theme, TITLE, machine_label(found), f"{there}; a curve needs two world sizes")
-    sizes = sorted({point.world_size for points in curves.values() for point, _ in points})
+        reason = left_out if impossible else f"{what_there_is(found)}; a curve needs two world sizes"
+        return empty_figure(theme, TITLE, machine_label(found), reason)
+    drawn = [point for curve in curves.values() for point, _ in curve]
+    sizes = sorted({point.world_size for point in drawn})
+    start, end = limits_of(curves)
+    arrows = ", arrows: beyond the axis" if any(end_of(point) > end for point in drawn) else ""
     subtitle = (
         f"{machine_label(found)} · weak scaling: the same work for each {unit} · efficiency: rate per {unit} over that "
-        "of the series' smallest world size, bars: 95 % interval"
+        f"of the series' smallest world size, bars: 95 % interval{arrows}{f' · {left_out}' if impossible else ''}"
     )
     figure = titled_figure(theme, TITLE, subtitle, 3.5)
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
+    left.set_ylim(start, end)
     for position, (name, curve) in enumerate(curves.items()):
         points = [point for point, _ in curve]
         color, marker = theme.series[position % len(theme.series)], MARKERS[position % len(MARKERS)]
         draw_efficiency(left, curve, name, color, marker, nudge=1 + 0.02 * (position - (len(curves) - 1) / 2))
         right.plot([p.world_size for p in points], [p.tokens_per_s for p in points], marker=marker, color=color)
         right.annotate(format_count(points[-1].tokens_per_s), (points[-1].world_size, points[-1].tokens_per_s),
-                       xytext=(-6, 6), textcoords="offset points", ha="right", size=8.5)  # fmt: skip
+                       xytext=(-6, 6), textcoords="offset points", ha="right", size=8.5,
+                       path_effects=halo(theme))  # fmt: skip
         first = points[0]
         ideal = [first.tokens_per_s_per_gpu * size for size in (first.world_size, max(sizes))]
         right.plot([first.world_size, max(sizes)], ideal, color=color, linewidth=0.9, linestyle=(0, (2, 3)))
@@ -62,12 +65,6 @@ def draw(found: Findings, theme: Theme) -> Figure:
         axes.minorticks_off()
         axes.set_xlabel("GPUs" if unit == "GPU" else "processes")
     left.axhline(1, color=theme.muted, linewidth=0.9, linestyle=(0, (2, 3)))
-    lowest = min(
-        point.interval.low if point.interval else efficiency for curve in curves.values() for point, efficiency in curve
-    )
-    highest = max(efficiency for curve in curves.values() for _, efficiency in curve)
-    start = max(0.0, min(0.9, lowest - 0.1 * (1.1 - lowest)))
-    left.set_ylim(start, 1.03 * highest)
     left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
     left.set_title(with_start(f"efficiency per {unit}", start), loc="left", color=theme.muted, weight="bold")
     left.legend(loc="lower left")
@@ -75,22 +72,60 @@ def draw(found: Findings, theme: Theme) -> Figure:
     right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     right.yaxis.set_minor_locator(NullLocator())
     right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
-    right.set_title("tokens/s in all (dotted: ideal)", loc="left", color=theme.muted, weight="bold")
+    right.set_title("tokens/s in all (logarithmic; dotted: ideal)", loc="left", color=theme.muted, weight="bold")
     return figure
 
 
-def draw_efficiency(
-    axes: Axes, curve: list[tuple[ScalingPoint, float]], name: str, color: str, marker: str, nudge: float
-) -> None:
+def curves_of(found: Findings) -> tuple[dict[str, Curve], list[str]]:
+    """The points of each series of two and more, and in words those left out: of an efficiency that cannot be."""
+    curves: dict[str, Curve] = {}
+    impossible = []
+    for point in found.scaling:
+        if point.efficiency is None:
+            continue
+        if point.efficiency > MOST_EFFICIENT:
+            impossible.append(f"{point.series} at {point.world_size} ({format_percent(point.efficiency)})")
+        else:
+            curves.setdefault(point.series, []).append((point, point.efficiency))
+    return {name: curve for name, curve in curves.items() if len(curve) > 1}, impossible
+
+
+def what_there_is(found: Findings) -> str:
+    """Why there is no curve."""
+    measured = {point.world_size for point in found.scaling}
+    if len(measured) == 1:
+        return f"only world size {min(measured)} was measured"
+    return "no series has two" if measured else "no case of the stage scaling was measured"
+
+
+def end_of(point: ScalingPoint) -> float:
+    """Upper end of the interval of an efficiency; 0 where there is none."""
+    return point.interval.high if point.interval is not None else 0.0
+
+
+def limits_of(curves: dict[str, Curve]) -> tuple[float, float]:
+    """Ends of the axis of efficiency: all points and the intervals, but above as far only as an efficiency may be."""
+    points = [pair for curve in curves.values() for pair in curve]
+    lowest = min(min(efficiency, point.interval.low if point.interval else 1.0) for point, efficiency in points)
+    highest = max(max(efficiency, min(end_of(point), MOST_EFFICIENT)) for point, efficiency in points)
+    start = max(0.0, min(0.9, lowest - 0.1 * (1.1 - lowest)))
+    return start, highest + 0.04 * (highest - start)
+
+
+def draw_efficiency(axes: Axes, curve: Curve, name: str, color: str, marker: str, nudge: float) -> None:
     """One series; `nudge` sets its points a little aside, so that intervals do not cover one another."""
     last, at_last = curve[-1]
     where = [point.world_size * nudge for point, _ in curve]
-    label = f"{name}: {100 * at_last:.1f} % at {last.world_size}"
+    told = "" if last.interval is None or not is_noise(last.interval.low, last.interval.high) else f", {TOO_NOISY}"
+    label = f"{name}: {100 * at_last:.1f} % at {last.world_size}{told}"
     axes.plot(where, [efficiency for _, efficiency in curve], marker=marker, color=color, label=label)
     for x, (point, efficiency) in zip(where, curve, strict=True):
-        if point.interval is not None:
-            below, above = efficiency - point.interval.low, point.interval.high - efficiency
-            axes.errorbar(x, efficiency, yerr=[[below], [above]], color=color, capsize=3, linewidth=1.2)
+        if point.interval is None:
+            continue
+        below, above = efficiency - point.interval.low, point.interval.high - efficiency
+        axes.errorbar(x, efficiency, yerr=[[below], [above]], color=color, capsize=3, linewidth=1.2)
+        if point.interval.high > axes.get_ylim()[1]:
+            axes.plot(x, 0.985, "^", color=color, markersize=7, zorder=4, transform=axes.get_xaxis_transform())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

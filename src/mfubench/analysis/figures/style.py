@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -16,10 +17,12 @@ import matplotlib as mpl
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import AbstractPathEffect, withStroke
+from matplotlib.ticker import ScalarFormatter
 
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures
-from mfubench.analysis.units import rate_unit
+from mfubench.analysis.units import format_digits, rate_unit
 from mfubench.run_log import Step, write_bytes_atomically
 
 DPI = 160
@@ -149,10 +152,10 @@ def peak_label(measures: Sequence[Measures]) -> str:
     if not peaks:
         return "no known peak"
     words = [
-        f"{tflops:,.4g} TFLOP/s {dtype} ({'measured' if measured else 'datasheet, dense'})"
+        f"{format_digits(tflops, 4)} TFLOP/s {dtype} ({'measured' if measured else 'datasheet, dense'})"
         for tflops, dtype, measured in sorted(peaks, reverse=True)
     ]
-    return " or ".join(words) if len(words) < 3 else f"the peaks of {len(words)} arithmetics"
+    return " or ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
 
 
 def step_count(measures: Sequence[Measures]) -> str:
@@ -163,11 +166,47 @@ def step_count(measures: Sequence[Measures]) -> str:
     return f"n = {counts[0]} steps" if len(counts) == 1 else f"n = {counts[0]}–{counts[-1]} steps a case"
 
 
+class Thousands(ScalarFormatter):
+    """Ticks as matplotlib writes them, but 70,000 for 70000, and no power of ten or offset beside the axis."""
+
+    def __init__(self) -> None:
+        super().__init__(useOffset=False)
+        self.set_scientific(False)
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        whole, point, decimals = super().__call__(x, pos).partition(".")
+        return re.sub(r"\d+", lambda digits: f"{int(digits[0]):,}", whole) + point + decimals
+
+
 def plain_axes(axes: Axes, grid: str) -> None:
-    """Grid in one direction ("x" or "y") and no frame on that side."""
+    """Grid in one direction ("x" or "y") and no frame on that side; ticks with separators of thousands."""
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(Thousands())
     axes.grid(visible=False, axis="y" if grid == "x" else "x")
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(side == ("bottom" if grid == "y" else "left"))
+
+
+def halo(theme: Theme) -> list[AbstractPathEffect]:
+    """For a text's `path_effects`: its letters stand clear of a line beneath, which a box would cut in two."""
+    return [withStroke(linewidth=2.5, foreground=theme.background)]
+
+
+def side_clear_of_line(before: float, after: float) -> tuple[str, str]:
+    """(horizontal, vertical) alignment of a label at a point of a line, on the side where the line does not run.
+
+    before, after: how far the line's neighbouring points lie above the point; 0 where about as high, or none.
+    """
+    if before <= 0 and after <= 0:
+        return "center", "bottom"
+    if before >= 0 and after >= 0:
+        return "center", "top"
+    return ("right" if before < 0 else "left"), "bottom"
+
+
+def status_words(status: str) -> str:
+    """Of a run without rates, where its bar or point would be."""
+    return {"oom": "out of memory", "diverged": "diverged", "skipped": "skipped"}.get(status, "failed")
 
 
 def shade_unmeasured(axes: Axes, steps: Sequence[Step], **look: Any) -> None:

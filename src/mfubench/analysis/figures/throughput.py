@@ -17,6 +17,7 @@ from mfubench.analysis.figures.style import (
     per_gpu,
     plain_axes,
     run_plot,
+    status_words,
     step_count,
     titled_figure,
 )
@@ -36,7 +37,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
         return empty_figure(theme, TITLE, machine_label(found), "no case beyond the smoke test has measured steps yet")
     subtitle = (
         f"{machine_label(found)} · median of the measured steps ({step_count(good)}), whiskers: quartiles · "
-        f"MFU of {peak_label(good)}; smoke tests and evaluations left out"
+        f"{mfu_words(good)}; smoke tests and evaluations left out"
     )
     positions, labels, stages = rows_of(shown)
     figure = titled_figure(theme, TITLE, subtitle, 0.9 + ROW * (max(positions.values()) + 1))
@@ -49,6 +50,12 @@ def draw(found: Findings, theme: Theme) -> Figure:
         left.text(-0.012, position, stage, transform=left.get_yaxis_transform(), ha="right", va="center",
                   size=8.5, weight="bold", color=theme.muted)  # fmt: skip
     return figure
+
+
+def mfu_words(good: Sequence[Measures]) -> str:
+    """What MFU is of: one peak, or that of each case's precision."""
+    peaks = peak_label(good)
+    return f"MFU of the peak of each case's precision: {peaks}" if " or " in peaks else f"MFU of {peaks}"
 
 
 def is_measurement(judged: Measures) -> bool:
@@ -77,9 +84,7 @@ def draw_rates(
     for name, judged in shown.items():
         rate, position = judged.tokens_per_s_per_gpu, positions[name]
         if rate is None or name not in found.good:
-            note = {"oom": "out of memory", "diverged": "diverged", "skipped": "skipped"}.get(
-                judged.log.status, "failed"
-            )
+            note = status_words(judged.log.status)
             axes.text(0.01 * widest, position, note, va="center", size=8, style="italic", color=theme.bad)
             continue
         axes.barh(position, rate.median, height=0.66, color=theme.series[0], alpha=0.85)
