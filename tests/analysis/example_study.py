@@ -127,6 +127,7 @@ def add_untried_case(folder: Path, speed: float) -> Path:
     used = {**log.used, "cuda_graphs": Choice(requested="true", used="true")}
     path = folder / "runs" / f"{config.name}.json"
     write_run_log(path, log.model_copy(update={"name": config.name, "config": config, "used": used}))
+    declare(folder, config.name)
     return path
 
 
@@ -237,10 +238,17 @@ def write_study_file(folder: Path, study: str, cases: list[str], expectations: s
             "expectations": expectations,
             "price_per_gpu_hour": price,
             "cases": {name: {} for name in cases},
-            "searches": {},
+            "searches": {f"memory/{path.stem}": {} for path in (folder / "memory").glob("*.json")},
             "skipped": SKIPPED if expectations else {},
         },
     )
+
+
+def declare(folder: Path, *names: str, kind: str = "cases") -> None:
+    """Let a written study know further cases, or searches."""
+    study = json.loads((folder / "study.json").read_text())
+    study[kind] |= {key: {} for key in names}
+    write_json(folder / "study.json", study)
 
 
 def write_cpu_study(folder: Path) -> Path:

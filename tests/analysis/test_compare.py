@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from analysis.example_study import make_gpu_log, write_gpu_study
+from analysis.example_study import declare, make_gpu_log, write_gpu_study
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -145,6 +145,7 @@ def test_studies_without_a_common_case_are_not_without_regression(gpu_study: Pat
     for path in (changed_study / "runs").glob("other-*/*.json"):
         log = read_run_log(path)
         write_run_log(path, log.model_copy(update={"name": f"{path.parent.name}/{path.stem}"}))
+        declare(changed_study, f"{path.parent.name}/{path.stem}")
     result = CliRunner().invoke(app, ["compare", str(gpu_study), str(changed_study)])
     assert result.exit_code == NOTHING_COMPARED, result.output
     assert "nothing compared" in result.output and "no regression" not in result.output

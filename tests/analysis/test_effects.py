@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from analysis.example_study import noisy_steps
 from factories import ATTENTION_KERNELS, make_run_log
@@ -17,9 +18,11 @@ from mfubench.analysis.effects import (
 )
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import measure
+from mfubench.analysis.report.blocks import Table
 from mfubench.analysis.report.measured_sections import effects_section
+from mfubench.analysis.tables import effects_table
 from mfubench.config import KernelsConfig
-from mfubench.run_log import Choice, Kernels, RunLog
+from mfubench.run_log import Choice, Kernels, RunLog, read_run_log, write_run_log
 
 
 def noisy(log: RunLog, rate: float, seed: int) -> RunLog:
@@ -121,6 +124,23 @@ def test_two_settings_at_once_are_not_clean(found: Findings):
     assert effect.verdict == "slower" and not effect.is_clean
     assert set(effect.differs_in) == {"dtype", "attention"}
     assert effect.difference.basis == "not repeated"
+
+
+def test_an_effect_that_nothing_can_be_told_of_is_not_called_none(changed_study: Path):
+    """Steps from a sixteenth of their time to sixteen times of it: the table says so as the report does."""
+    random = np.random.default_rng(0)
+    for path in sorted((changed_study / "runs").glob("*/*.json")):
+        log = read_run_log(path)
+        for step in log.steps:
+            step.step_time_s *= 16 ** random.uniform(-1, 1)
+        write_run_log(path, log)
+    found = Findings.of(changed_study)
+    by_name = {effect.name: effect for effect in found.effects}
+    assert by_name["DataLoader"].verdict == "too noisy"
+    table = effects_table(found.effects).set_index("effect")
+    assert table.loc["DataLoader", "verdict"] == "too noisy"
+    rows = next(block for block in effects_section(found).blocks if isinstance(block, Table)).rows
+    assert next(row for row in rows if row[0] == "DataLoader")[1].startswith("too noisy to tell (")
 
 
 def test_memory_of_an_effect(found: Findings):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from analysis.example_study import make_gpu_log, write_memory_search
+from analysis.example_study import declare, make_gpu_log, write_memory_search
 from factories import make_run_log
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -339,6 +339,7 @@ def test_numbers_of_micro_batches_stand_clear_of_the_line(cpu_study: Path, tmp_p
     """A slow trial among faster ones: the line runs above its point on both sides."""
     study = Path(shutil.copytree(cpu_study, tmp_path / "study"))
     write_memory_search(study)
+    declare(study, "memory/5.1-limit", kind="searches")
     path = study / "memory" / "5.1-limit.json"
     limit = json.loads(path.read_text())
     for trial in limit["trials"]:
@@ -413,6 +414,7 @@ def test_an_interval_of_an_efficiency_that_goes_beyond_the_axis_has_an_arrow(cpu
 def test_a_single_micro_batch_size_is_told_in_words(cpu_study: Path, tmp_path: Path):
     study = Path(shutil.copytree(cpu_study, tmp_path / "study"))
     write_memory_search(study)
+    declare(study, "memory/5.1-limit", kind="searches")
     path = study / "memory" / "5.1-limit.json"
     limit = json.loads(path.read_text())
     limit["trials"] = [trial for trial in limit["trials"] if trial["micro_batch_size"] in (4, 32)]
@@ -435,6 +437,7 @@ def test_the_loss_figures_legend_covers_no_curve(changed_study: Path):
         name = f"training/pretrain-with-a-long-name-{number}"
         changes = {"name": name, "config": log.config.model_copy(update={"name": name}), "steps": flat}
         write_run_log(changed_study / "runs" / f"{name}.json", log.model_copy(update=changes))
+        declare(changed_study, name)
     with LIGHT.applied():
         figure = module("loss").draw(Findings.of(changed_study), LIGHT)
         figure.draw_without_rendering()

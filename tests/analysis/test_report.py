@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from analysis.example_study import add_untried_case, make_gpu_log, write_gpu_study, write_memory_search
+from analysis.example_study import add_untried_case, declare, make_gpu_log, write_gpu_study, write_memory_search
 
 from mfubench import cli
 from mfubench.analysis.findings import Findings
@@ -189,6 +189,7 @@ def test_a_cpu_study_reads_sensibly(cpu_study: Path, tmp_path: Path):
 def test_the_limit_of_a_memory_search_is_not_called_exact_on_a_cpu(cpu_study: Path, page: Page, tmp_path: Path):
     study = Path(shutil.copytree(cpu_study, tmp_path / "study"))
     write_memory_search(study)
+    declare(study, "memory/5.1-limit", kind="searches")
     said = ("about 30", "a largest micro-batch is not exact: another search may find one more or one less")
     words = " ".join(page_of(study).words.split())
     assert all(words_on_cpu in words for words_on_cpu in said)
@@ -217,7 +218,7 @@ def test_a_part_of_a_study_is_not_sold_as_the_whole(changed_study: Path):
     declared["cases"] = {name: {"world_size": 8 if "tier" in name else 2} for name in declared["cases"]}
     write_json(changed_study / "study.json", declared)
     words = " ".join(page_of(changed_study).words.split())
-    count = len(declared["cases"]) + 1  # and one that is left out on this machine
+    count = len(declared["cases"]) + 2  # and a search, and one that is left out on this machine
     assert f"6 of {count} cases on 2× NVIDIA H100 80GB HBM3" in words
     assert f"A part of the study: 6 of its {count} cases have a result. None of its runs on 8 GPUs is among" in words
     assert f"Missing ({count - 7}): " in words and "tiers/tier1, tiers/tier1-repeat1" in words
@@ -320,6 +321,7 @@ def test_a_run_that_only_evaluates_has_its_row(changed_study: Path):
     config = log.config.model_copy(update={"name": "training/evaluate"})
     changes = {"name": config.name, "config": config, "steps": [], "rank_step_times_s": [], "wall": None}
     write_run_log(changed_study / "runs" / "training" / "evaluate.json", log.model_copy(update=changes))
+    declare(changed_study, config.name)
     words = " ".join(page_of(changed_study).words.split())
     assert re.search(r"training/evaluate ?0 ?– ?– ?3\.\d\d\d ?\([\d,]+ tokens\)", words)
 

@@ -4,9 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from analysis.example_study import make_gpu_log
+from analysis.example_study import declare, make_gpu_log
 from factories import make_run_log
 
+from mfubench.analysis.findings import Findings
+from mfubench.analysis.report.blocks import Table
+from mfubench.analysis.report.closing_sections import left_out_section
+from mfubench.analysis.report.head import case_counts
 from mfubench.analysis.study import base_name, load_study
 from mfubench.config import ConfigError
 from mfubench.run_log import write_json, write_run_log
@@ -26,6 +30,7 @@ def test_numbers_in_names_sort_as_numbers(changed_study: Path):
     for size in (2, 10):
         name = f"ablations/4.4-micro-batch{size}"
         write_run_log(changed_study / "runs" / f"{name}.json", make_run_log(name=name))
+        declare(changed_study, name)
     order = [name for name in load_study(changed_study).runs if "4.4-micro-batch" in name]
     assert [int(name.rpartition("batch")[2]) for name in order] == [2, 8, 10, 32]
 
@@ -78,6 +83,23 @@ def test_a_case_that_was_left_out_and_has_a_result_all_the_same_counts_as_run(ch
     study = load_study(changed_study)
     assert study.left_out() == study.missing() == []
     assert "ablations/4.5-fsdp" in study.declared_names()
+
+
+def test_results_that_the_study_no_longer_declares_are_left_aside_and_named(changed_study: Path):
+    """A case taken out of the study, a search of an earlier version of it: neither is ranked, judged or counted."""
+    values = json.loads((changed_study / "study.json").read_text())
+    del values["cases"]["tiers/tier3"], values["searches"]["memory/5.1-limit"]
+    write_json(changed_study / "study.json", values)
+    study = load_study(changed_study)
+    assert study.left_over == ["tiers/tier3", "memory/5.1-limit"]
+    assert "tiers/tier3" not in study.runs and study.limits == {} and study.missing() == []
+    found = Findings.of(changed_study)
+    assert case_counts(found)["left over"] == 2
+    rows = [row for block in left_out_section(found).blocks if isinstance(block, Table) for row in block.rows]
+    assert [row[:2] for row in rows if row[1] == "left over"] == [
+        ["`tiers/tier3`", "left over"],
+        ["`memory/5.1-limit`", "left over"],
+    ]
 
 
 def test_a_study_without_runs_is_for_partial_only(changed_study: Path):

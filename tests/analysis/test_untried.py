@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from analysis.example_study import add_untried_case, make_gpu_log
+from analysis.example_study import add_untried_case, declare, make_gpu_log
 from factories import make_run_config
 
 from mfubench.analysis.answer import answers
@@ -47,6 +47,7 @@ def test_settings_that_did_not_fit_on_all_gpus_were_tried(changed_study: Path):
     changes = {"name": config.name, "config": config, "used": log.used, "steps": [], "rank_step_times_s": []}
     oom = many.model_copy(update={**changes, "status": "oom", "reason": "CUDA out of memory", "wall": None})
     write_run_log(changed_study / "runs" / "tiers" / "graphs.json", oom)
+    declare(changed_study, config.name)
     assert untried_of(changed_study) is None
 
 

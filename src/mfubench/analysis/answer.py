@@ -113,7 +113,9 @@ class Answer:
         elif noisy > len(others) / 2:
             reasons.append(f"is too noisy to be compared with {noisy} of {len(others)} other settings")
         if (mfu := self.fastest.impossible_mfu) is not None:
-            reasons.append(f"has an MFU of {format_percent(mfu)}, which no run can reach")
+            peak = self.fastest.runs[0].peak
+            limit = "above the matmul measured here" if peak and peak.measured else "which no run can reach"
+            reasons.append(f"has an MFU of {format_percent(mfu)}, {limit}")
         return " and ".join(reasons) or None
 
     def words_of_others(self, noisy: int) -> str:

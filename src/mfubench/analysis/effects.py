@@ -9,9 +9,10 @@ from typing import Any, Literal
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.statistics import Difference, ProcessSpread, difference, process_spread
 from mfubench.analysis.study import Study, base_name
+from mfubench.analysis.units import tells_nothing
 from mfubench.run_log import RunLog
 
-Verdict = Literal["faster", "slower", "no difference", "no contrast", "not measured"]
+Verdict = Literal["faster", "slower", "no difference", "too noisy", "no contrast", "not measured"]
 
 # What two repeats of one case may differ in. Everything else of a run may change its speed.
 OUTSIDE_SPEED = (
@@ -127,7 +128,7 @@ def judge_effect(
     if measured is None:
         reason = "fewer than five measured steps in an arm"
         return Effect(name, arm, control, expected, "not measured", None, differs_in, reason)
-    verdict: Verdict = "no difference"
+    verdict: Verdict = "too noisy" if tells_nothing(measured.interval) else "no difference"
     if measured.is_difference:
         verdict = "faster" if measured.change > 0 else "slower"
     memory_change = change_of_memory(arm_runs, control_runs)

@@ -82,6 +82,7 @@ class Study:
     limits: dict[str, MemoryLimit] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
     traces: dict[str, Path] = field(default_factory=dict)
+    left_over: list[str] = field(default_factory=list)  # results of cases that the study no longer declares, not read
 
     @property
     def name(self) -> str:
@@ -117,25 +118,32 @@ def load_study(folder: Path | str, partial: bool = False) -> Study:
 
     partial: read the records of failed jobs too, and accept a study that was stopped before its first run or before
     study.json was written (what was declared and never ran is then unknown).
-    Raises ConfigError where the folder is none of a study's, a file is damaged, or runs are of two machines.
+    Results of cases that study.json does not know (any more) are left aside: a ranking, a spread or an efficiency must
+    not be of another study. Raises ConfigError where the folder is none of a study's, a file is damaged, or runs are of
+    two machines.
     """
     folder = Path(folder)
     declaration = folder / "study.json"
     interrupted = partial and ((folder / "runs").is_dir() or (folder / "work").is_dir())
     if not declaration.exists() and not interrupted:
         raise ConfigError(f"{folder}: holds no study.json; give the results folder of a study, results/<study>")
+    declared = read_as(StudyFile, declaration) if declaration.exists() else None
     runs = dict(in_stage_order(read_runs(folder / "runs")))
     limits = dict(in_stage_order(read_limits(folder / "memory")))
+    left_over = undeclared(declared, [*runs, *limits]) if declared is not None else []
+    for name in left_over:
+        runs.pop(name, None), limits.pop(name, None)
     failures = dict(in_stage_order(read_failures(folder / "work"))) if partial else {}
     study = Study(
         folder=folder,
-        declared=read_as(StudyFile, declaration) if declaration.exists() else StudyFile(study=folder.name),
+        declared=declared or StudyFile(study=folder.name),
         machine=read_json(folder / "machine.json"),
         ceilings=read_ceilings(folder / "ceilings.json") if (folder / "ceilings.json").exists() else None,
         runs=runs,
         limits=limits,
         traces=dict(in_stage_order(find_traces(folder / "traces"))),
         failures={name: failure for name, failure in failures.items() if name not in runs and name not in limits},
+        left_over=left_over,
     )
     if not study.runs and not partial:
         raise ConfigError(
@@ -144,6 +152,12 @@ def load_study(folder: Path | str, partial: bool = False) -> Study:
         )
     check_one_machine(study)
     return study
+
+
+def undeclared(declared: StudyFile, names: list[str]) -> list[str]:
+    """Those of the names that are no case and no search of the study."""
+    known = declared.cases.keys() | declared.searches.keys() | declared.skipped.keys()
+    return [name for name in names if name not in known]
 
 
 def read_runs(folder: Path) -> Iterator[tuple[str, RunLog]]:

@@ -29,7 +29,7 @@ from mfubench.analysis.units import format_difference, format_number_of, format_
 TITLE = "What each setting is worth"
 ROW = 0.46  # inches
 WIDEST = 2.0  # change shown at the most: what goes beyond has an arrow at the edge
-MARKS = {"faster": "o", "slower": "s", "no difference": "D"}
+MARKS = {"faster": "o", "slower": "s", "no difference": "D", "too noisy": "X"}
 
 
 def draw(found: Findings, theme: Theme) -> Figure:
@@ -108,7 +108,7 @@ def mark_beyond(axes: Axes, position: int, effect: Effect, theme: Theme) -> None
 
 
 def effect_color(effect: Effect, theme: Theme) -> str:
-    return theme.muted if effect.verdict == "no difference" else theme.series[0]
+    return theme.muted if effect.verdict in ("no difference", "too noisy") else theme.series[0]
 
 
 def effect_label(effect: Effect) -> str:

@@ -12,6 +12,7 @@ from mfubench.analysis.statistics import Quartiles
 from mfubench.analysis.units import (
     TOO_NOISY,
     format_count,
+    format_digits,
     format_gib,
     format_hours,
     format_percent,
@@ -60,6 +61,9 @@ def mfu_cell(values: Quartiles | None) -> str:
     return format_percent(values.median) if values is not None else "–"
 
 
+LEFT_OVER = "a result of a case that the study no longer declares: it is shown nowhere; delete it, or declare it again"
+
+
 def left_out_section(found: Findings) -> Section:
     study = found.study
     left_out = [[f"`{name}`", "left out", study.declared.skipped[name]] for name in study.left_out()]
@@ -69,6 +73,7 @@ def left_out_section(found: Findings) -> Section:
             left_out.append([f"`{name}`", words.get(log.status, "failed"), log.reason or "no reason recorded"])
     left_out += [[f"`{name}`", "failed", failure.reason] for name, failure in study.failures.items()]
     left_out += [[f"`{name}`", "missing", "has not been run"] for name in study.missing()]
+    left_out += [[f"`{name}`", "left over", LEFT_OVER] for name in study.left_over]
     fell_back = [
         [f"`{name}`", setting, note]
         for name, log in study.runs.items()
@@ -134,7 +139,7 @@ def extrapolation_row(item: Extrapolation) -> list[str]:
         f"{item.iterations:,.0f}",
         format_hours(item.hours),
         interval,
-        f"{item.gpu_hours:,.3g}" if item.gpu_hours < 1000 else f"{item.gpu_hours:,.0f}",
+        format_digits(item.gpu_hours) if item.gpu_hours < 1000 else f"{item.gpu_hours:,.0f}",
         f"{item.energy_kwh:,.0f} kWh" if item.energy_kwh is not None else "not sampled",
         f"{item.money:,.0f}" if item.money is not None else "–",
     ]

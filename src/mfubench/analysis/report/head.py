@@ -53,6 +53,7 @@ def case_counts(found: Findings) -> dict[str, int]:
     counts["left out"] += len(study.left_out())
     counts["failed"] += len(study.failures)
     counts["missing"] = len(study.missing())
+    counts["left over"] = len(study.left_over)
     return {words: count for words, count in counts.items() if count}
 
 

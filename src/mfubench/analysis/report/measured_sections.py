@@ -17,6 +17,7 @@ from mfubench.analysis.report.blocks import Block, Figure, Section, Table, Text
 from mfubench.analysis.report.expectation_sections import MARKS
 from mfubench.analysis.scaling import ScalingPoint
 from mfubench.analysis.statistics import BELIEVED_FROM, CARD_SPREAD
+from mfubench.analysis.study import MOST_EFFICIENT
 from mfubench.analysis.units import (
     TOO_NOISY,
     format_gib,
@@ -27,7 +28,6 @@ from mfubench.analysis.units import (
     format_seconds,
     format_signed_percent,
     is_noise,
-    tells_nothing,
 )
 from mfubench.run_log import Evaluation
 
@@ -82,8 +82,8 @@ def effect_row(effect: Effect, expectations: Expectations | None) -> list[str]:
     if effect.difference is None:
         return [effect.name, f"**{effect.verdict}**", "–", expected, "–", effect.reason or "–", names]
     worth = format_signed_percent(effect.difference.change)
-    if effect.verdict == "no difference":
-        told = TOO_NOISY if tells_nothing(effect.difference.interval) else "no difference"
+    if effect.verdict in ("no difference", "too noisy"):
+        told = TOO_NOISY if effect.verdict == "too noisy" else "no difference"
         worth = f"{told} ({worth})"
     elif effect.difference.basis == "not repeated":
         worth += " (not repeated)"
@@ -116,7 +116,7 @@ def scaling_section(found: Findings) -> Section:
                 str(point.world_size),
                 format_rate(point.tokens_per_s_per_gpu),
                 format_rate(point.tokens_per_s),
-                format_percent(point.efficiency),
+                efficiency_words(point),
                 efficiency_interval(point),
                 str(point.processes),
                 f"`{point.case}`",
@@ -127,8 +127,21 @@ def scaling_section(found: Findings) -> Section:
             "Weak scaling: the same micro-batch and accumulation for each; against the smallest world size. Rates are "
             "geometric means over all runs of these settings, of whatever stage"
         )
+        if any(is_no_scaling(point) for point in found.scaling):
+            caption += (
+                f". Above {format_percent(MOST_EFFICIENT, 0)} it is no scaling: the runs differ in something else, "
+                "such as other work on the machine"
+            )
         blocks.append(Table(columns, rows, caption))
     return Section("scaling", "Scaling", blocks)
+
+
+def is_no_scaling(point: ScalingPoint) -> bool:
+    return point.efficiency is not None and point.efficiency > MOST_EFFICIENT
+
+
+def efficiency_words(point: ScalingPoint) -> str:
+    return f"{format_percent(point.efficiency)}{' (no scaling)' if is_no_scaling(point) else ''}"
 
 
 def efficiency_interval(point: ScalingPoint) -> str:
