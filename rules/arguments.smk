@@ -64,7 +64,7 @@ def tokenizer_folder_of_dataset(wildcards):
 
 def ceilings_request(wildcards):
     """What to measure: shapes of the study's models, at the world sizes of its runs."""
-    runs = list(STUDY.runs.values())
+    runs = CEILINGS_RUNS
     models = {run.model.name: json.loads(run.model.model_dump_json()) for run in runs}
     return json.dumps(
         {

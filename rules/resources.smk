@@ -54,4 +54,4 @@ def cpu_resources(kind):
 
 def largest_world_size():
     """Cards of one node that the study's largest run takes."""
-    return max((run.world_size // run.nnodes for run in STUDY.runs.values()), default=1)
+    return max((run.world_size // run.nnodes for run in CEILINGS_RUNS), default=1)

@@ -54,7 +54,11 @@ RESOURCES = STUDY.config.resources_dir
 LOGS = f"{RESULTS}/logs"
 MACHINE_FILE = f"{RESULTS}/machine.json"
 HAS_GPUS = bool(visible_cards()) or isinstance(MACHINE.gpus, int)
-MEASURES_GPUS = HAS_GPUS and any(run.device != "cpu" for run in STUDY.runs.values())
+# Ceilings are measured for the runs; in a study of memory limits alone, for what its searches try.
+CEILINGS_RUNS = list(STUDY.runs.values()) or [
+    search.run for search in STUDY.searches.values()
+]
+MEASURES_GPUS = HAS_GPUS and any(run.device != "cpu" for run in CEILINGS_RUNS)
 os.environ.update(MACHINE.network)
 
 if workflow.is_main_process:

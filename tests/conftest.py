@@ -2,9 +2,12 @@
 
 import os
 import subprocess
+import sys
 
 import pytest
 from hypothesis import settings
+
+from mfubench import cli
 
 # The same examples each time: a test that passed here passes elsewhere. HYPOTHESIS_PROFILE=explore looks for new ones.
 settings.register_profile("same", derandomize=True)
@@ -22,3 +25,26 @@ def small_disk(tmp_path):
         pytest.skip(f"no disk can be mounted here: {mounted.stderr.strip()}")
     yield disk
     subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+@pytest.fixture
+def full_disk(small_disk):
+    """That disk without any room left; what takes it is called `somebody-elses`."""
+    with open(small_disk / "somebody-elses", "wb", buffering=0) as stream, pytest.raises(OSError, match="No space"):
+        while stream.write(bytes(65536)):
+            pass
+    return small_disk
+
+
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    """Call `mfubench` with some words, which must end with exit code 1: the last line of its errors."""
+
+    def call(*words) -> str:
+        monkeypatch.setattr(sys, "argv", ["mfubench", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 1
+        return capsys.readouterr().err.splitlines()[-1]
+
+    return call

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from factories import ATTENTION_KERNELS, make_model, make_run_log
 
 from mfubench.audit import audit_run, audit_study
 from mfubench.audit.run import judge_run
+from mfubench.audit.run_numbers import own_steps
 from mfubench.config import CheckpointConfig, EvaluationConfig, MeasurementConfig
-from mfubench.run_log import Choice, GradientStatistics, Phase, Resume, RunLog
+from mfubench.run_log import Choice, GradientStatistics, Phase, Resume, RunLog, Step
 
 Plant = Callable[[], RunLog]
 
 
+def with_steps(log: RunLog, steps: list[Step]) -> RunLog:
+    """A copy with other steps; rank 0's own times are theirs."""
+    times_s = [[step.step_time_s for step in steps], *log.rank_step_times_s[1:]]
+    return log.model_copy(update={"steps": steps, "rank_step_times_s": times_s})
+
+
 def change_steps(log: RunLog, **changes: Callable) -> RunLog:
     """A copy whose steps have fields replaced by a function of the step."""
-    steps = [step.model_copy(update={key: change(step) for key, change in changes.items()}) for step in log.steps]
-    return log.model_copy(update={"steps": steps})
+    return with_steps(
+        log, [step.model_copy(update={key: change(step) for key, change in changes.items()}) for step in log.steps]
+    )
 
 
 def change_step(log: RunLog, position: int, **values: object) -> RunLog:
     steps = list(log.steps)
     steps[position] = steps[position].model_copy(update=values)
-    return log.model_copy(update={"steps": steps})
+    return with_steps(log, steps)
 
 
-def change_wall(log: RunLog, **changes: object) -> RunLog:
+def change_wall(log: RunLog, **changes: Any) -> RunLog:
+    """A copy with another clock of the whole; the process lasts as much longer as its training does."""
     assert log.wall is not None
+    longer_s = changes.get("training_s", log.wall.training_s) - log.wall.training_s
+    changes.setdefault("total_s", log.wall.total_s + longer_s)
     return log.model_copy(update={"wall": log.wall.model_copy(update=changes)})
 
 
@@ -98,6 +111,132 @@ def one_iteration_too_many() -> RunLog:
     return make_run_log(step_count=31)
 
 
+def wall_of_fewer_tokens() -> RunLog:
+    log = make_run_log()
+    return change_wall(log, training_tokens=log.wall.training_tokens // 2)
+
+
+def wall_of_fewer_tokens_after_a_resume() -> RunLog:
+    log = make_run_log(first_step=10)
+    return change_wall(log, training_tokens=log.wall.training_tokens - log.config.tokens_per_step)
+
+
+# --- steps that were picked -------------------------------------------------------------------------------------------
+
+
+def keep_steps(log: RunLog, keep: Callable[[Step], bool]) -> RunLog:
+    """A copy with some of the steps, and the other records lowered to match."""
+    kept = [position for position, step in enumerate(log.steps) if keep(step)]
+    left_out = [step for step in own_steps(log) if not keep(step)]
+    times_s = [[times[position] for position in kept] for times in log.rank_step_times_s]
+    log = log.model_copy(update={"steps": [log.steps[position] for position in kept], "rank_step_times_s": times_s})
+    tokens = log.wall.training_tokens - sum(step.tokens for step in left_out)
+    training_s = log.wall.training_s - sum(step.step_time_s for step in left_out)
+    return change_wall(log, training_tokens=tokens, training_s=training_s)
+
+
+def slower_half(log: RunLog) -> set[int]:
+    """Numbers of the slower ones of the measured steps."""
+    measured = sorted(log.measured_steps(), key=lambda step: step.step_time_s)
+    return {step.step for step in measured[len(measured) // 2 :]}
+
+
+def call_slower_half(phase: str, log: RunLog) -> RunLog:
+    slow = slower_half(log)
+    return change_steps(log, phase=lambda step: phase if step.step in slow else step.phase)
+
+
+def steps_cut_from_the_middle() -> RunLog:
+    return keep_steps(make_run_log(), lambda step: not 10 <= step.step < 14)
+
+
+def slower_half_cut_out() -> RunLog:
+    log = make_run_log()
+    slow = slower_half(log)
+    return keep_steps(log, lambda step: step.step not in slow)
+
+
+def beginning_cut_off() -> RunLog:
+    return keep_steps(make_run_log(), lambda step: step.step >= 5)
+
+
+def end_cut_off() -> RunLog:
+    return keep_steps(make_run_log(), lambda step: step.step < 20)
+
+
+def steps_cut_out_before_a_resume() -> RunLog:
+    return keep_steps(make_resumed_log(15), lambda step: not 6 <= step.step < 9)
+
+
+def make_resumed_log(*resumed_at: int, **overrides: Any) -> RunLog:
+    """A run of several processes, each of which compiles and warms up; the last one's wall."""
+    log = make_run_log(**overrides)
+    parts = [make_run_log(first_step=start, **overrides) for start in (0, *resumed_at)]
+    ends = (*resumed_at, log.config.max_iters)
+    steps = [step for part, end in zip(parts, ends, strict=True) for step in part.steps if step.step < end]
+    resumes = [Resume(step=step, at="2026-03-02T08:59:50+00:00") for step in resumed_at]
+    return with_steps(parts[-1], steps).model_copy(update={"resumes": resumes})
+
+
+def slow_steps_of_an_earlier_process_called_warm_up() -> RunLog:
+    log = make_resumed_log(15)
+    return change_steps(log, phase=lambda step: "warmup" if step.step in (7, 11) else step.phase)
+
+
+def slow_steps_after_a_resume_called_warm_up() -> RunLog:
+    log = make_resumed_log(15)
+    return change_steps(log, phase=lambda step: "warmup" if 15 <= step.step < 25 else step.phase)
+
+
+def warm_up_after_a_resume_called_measured() -> RunLog:
+    log = make_resumed_log(15)
+    return change_steps(log, phase=lambda step: "measured" if step.step in (16, 17) else step.phase)
+
+
+ADAPTIVE = MeasurementConfig(warmup_steps=1, adaptive=True, min_steps=6)
+
+
+def make_adaptive_log(slow_steps: int = 4) -> RunLog:
+    """A run that found `slow_steps` more of warm-up by itself and stopped before its 200 steps."""
+    log = make_run_log(max_iters=200, step_count=30, measurement=ADAPTIVE)
+    found = range(2, 2 + slow_steps)
+    log = change_steps(
+        log,
+        step_time_s=lambda step: step.step_time_s * (1.1 if step.step in found else 1),
+        phase=lambda step: "warmup" if step.step in found else step.phase,
+    )
+    training_s = log.wall.training_s + 0.1 * sum(log.steps[step].step_time_s for step in found)
+    return change_wall(say_stopped(log), training_s=training_s)
+
+
+def say_stopped(log: RunLog) -> RunLog:
+    times_s = [step.step_time_s for step in log.measured_steps()]
+    said = (
+        f"after {len(times_s)} measured steps the median step time {statistics.median(times_s):.6f} s is known to "
+        "+-0.10% (95 %, block bootstrap; asked for +-0.50%)"
+    )
+    return log.model_copy(update={"stopped_early": said})
+
+
+def adaptive_run_with_more_called_warm_up() -> RunLog:
+    """The sentence about the end is made to fit: the times themselves show no such warm-up."""
+    log = make_adaptive_log()
+    return say_stopped(change_steps(log, phase=lambda step: "warmup" if step.step in range(6, 12) else step.phase))
+
+
+def adaptive_run_with_slow_steps_called_warm_up() -> RunLog:
+    log = make_adaptive_log()
+    return say_stopped(change_steps(log, phase=lambda step: "warmup" if step.step in (15, 20) else step.phase))
+
+
+def adaptive_run_that_was_cut_off() -> RunLog:
+    return keep_steps(make_adaptive_log(), lambda step: step.step < 20)
+
+
+def fixed_length_that_stopped_by_itself() -> RunLog:
+    return say_stopped(keep_steps(make_run_log(), lambda step: step.step < 20))
+
+
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
@@ -109,8 +248,6 @@ def clock_too_fast_but_possible() -> RunLog:
     log = make_run_log()
     slow_s = sum(step.step_time_s for step in log.steps if step.phase != "compile")
     log = change_steps(log, step_time_s=lambda step: step.step_time_s * (0.75 if step.phase != "compile" else 1))
-    times = [[step.step_time_s for step in log.steps]]
-    log = log.model_copy(update={"rank_step_times_s": times})
     return change_wall(log, training_s=log.wall.training_s + 2 * slow_s)  # the steps that were not waited for
 
 
@@ -161,6 +298,37 @@ def rank_0_did_not_wait() -> RunLog:
     times = [list(times) for times in log.rank_step_times_s]
     times[2] = [1.4 * time for time in times[2]]
     return log.model_copy(update={"rank_step_times_s": times})
+
+
+def steps_faster_than_rank_0() -> RunLog:
+    log = make_run_log()
+    steps = [step.model_copy(update={"step_time_s": 0.88 * step.step_time_s}) for step in log.steps]
+    return log.model_copy(update={"steps": steps})
+
+
+def one_step_faster_than_rank_0() -> RunLog:
+    log = four_gpus()
+    steps = [*log.steps[:-1], log.steps[-1].model_copy(update={"step_time_s": 0.99 * log.steps[-1].step_time_s})]
+    return log.model_copy(update={"steps": steps})
+
+
+def waiting_for_data_longer_than_the_steps() -> RunLog:
+    return change_steps(make_run_log(), data_time_s=lambda step: 1.2 * step.step_time_s)
+
+
+def one_cpu_step_that_waited_longer_than_it_took() -> RunLog:
+    log = make_run_log(device="cpu")
+    return change_step(log, 12, data_time_s=1.1 * log.steps[12].step_time_s)
+
+
+def one_step_that_waited_longer_than_ten_took() -> RunLog:
+    log = make_run_log()
+    return change_step(log, 12, data_time_s=11 * log.steps[12].step_time_s)
+
+
+def process_shorter_than_its_training() -> RunLog:
+    log = make_run_log()
+    return change_wall(log, total_s=0.5 * log.wall.training_s)
 
 
 # --- FLOPs and parameters ---------------------------------------------------------------------------------------------
@@ -253,6 +421,27 @@ def ranks_on_one_card() -> RunLog:
     return log.model_copy(update={"environment": log.environment.model_copy(update={"gpus": gpus})})
 
 
+def more_memory_than_the_card_has() -> RunLog:
+    log = four_gpus()
+    memory = [*log.memory[:2], log.memory[2].model_copy(update={"peak_reserved_gib": 95.0}), log.memory[3]]
+    return log.model_copy(update={"memory": memory})
+
+
+def renamed_run() -> RunLog:
+    return make_run_log().model_copy(update={"name": "baseline/another"})
+
+
+def kernels_other_than_asked_for() -> RunLog:
+    log = make_run_log(kernels=None)
+    config = log.config.model_copy(update={"kernels": log.config.kernels.model_copy(update={"norm": "fused"})})
+    used = {**log.used, "norm": Choice(requested="plain", used="plain")}
+    return log.model_copy(update={"config": config, "used": used})
+
+
+def graphs_other_than_asked_for() -> RunLog:
+    return use(make_run_log(cuda_graphs=True), "cuda_graphs", requested="false", used="false")
+
+
 def unknown_card() -> RunLog:
     return make_run_log(gpu_name="NVIDIA X900 Unheard Edition")
 
@@ -288,6 +477,19 @@ def loss_written_as_nan() -> RunLog:
     return change_steps(make_run_log(), loss=lambda step: float("nan") if step.step > 20 else step.loss)
 
 
+def negative_loss() -> RunLog:
+    return change_step(make_run_log(), 20, loss=-1.5)
+
+
+def one_loss_in_every_step() -> RunLog:
+    return change_steps(make_run_log(), loss=lambda step: 7.25)
+
+
+def negative_loss_of_an_evaluation() -> RunLog:
+    log = make_run_log()
+    return log.model_copy(update={"evaluations": [log.evaluations[0].model_copy(update={"loss": -0.5})]})
+
+
 def change_dataset(log: RunLog, **changes: object) -> RunLog:
     return log.model_copy(update={"dataset": log.dataset.model_copy(update=changes)})
 
@@ -312,6 +514,28 @@ FAULTS: list[tuple[Plant, set[str]]] = [
     (steps_replayed_by_a_resume, {"resumed_tokens_counted"}),
     (tokens_that_no_step_accounts_for, {"steps_miscounted"}),
     (one_iteration_too_many, {"steps_miscounted"}),
+    (wall_of_fewer_tokens, {"steps_miscounted"}),
+    (wall_of_fewer_tokens_after_a_resume, {"steps_miscounted"}),
+    (lambda: call_slower_half("warmup", make_run_log()), {"steps_miscounted"}),
+    (lambda: call_slower_half("compile", make_run_log()), {"steps_miscounted"}),
+    (steps_cut_from_the_middle, {"steps_miscounted"}),
+    (slower_half_cut_out, {"steps_miscounted"}),
+    (beginning_cut_off, {"steps_miscounted"}),
+    (end_cut_off, {"steps_miscounted"}),
+    (steps_cut_out_before_a_resume, {"steps_miscounted"}),
+    (slow_steps_of_an_earlier_process_called_warm_up, {"steps_miscounted"}),
+    (slow_steps_after_a_resume_called_warm_up, {"steps_miscounted"}),
+    (warm_up_after_a_resume_called_measured, {"warm_up_included"}),
+    (adaptive_run_with_more_called_warm_up, {"steps_miscounted"}),
+    (adaptive_run_with_slow_steps_called_warm_up, {"steps_miscounted"}),
+    (adaptive_run_that_was_cut_off, {"steps_miscounted"}),
+    (fixed_length_that_stopped_by_itself, {"steps_miscounted"}),
+    (steps_faster_than_rank_0, {"times_contradict"}),
+    (one_step_faster_than_rank_0, {"times_contradict"}),
+    (waiting_for_data_longer_than_the_steps, {"times_contradict"}),
+    (one_cpu_step_that_waited_longer_than_it_took, {"times_contradict"}),
+    (one_step_that_waited_longer_than_ten_took, {"times_contradict"}),
+    (process_shorter_than_its_training, {"times_contradict"}),
     (clock_read_before_the_device_finished, {"above_ceiling"}),
     (clock_too_fast_but_possible, {"time_contains_other_work"}),
     (clock_too_fast_after_a_resume, {"time_contains_other_work"}),
@@ -337,6 +561,10 @@ FAULTS: list[tuple[Plant, set[str]]] = [
     (times_of_one_rank_kept, {"ranks_disagree"}),
     (script_started_once_a_gpu, {"ranks_disagree"}),
     (ranks_on_one_card, {"ranks_disagree"}),
+    (more_memory_than_the_card_has, {"memory_beyond_the_card"}),
+    (renamed_run, {"not_what_ran"}),
+    (kernels_other_than_asked_for, {"not_what_ran"}),
+    (graphs_other_than_asked_for, {"not_what_ran"}),
     (unknown_card, {"peak_unknown"}),
     (learning_rate_frozen_by_a_graph, {"schedule_frozen"}),
     (gradients_read_after_clearing, {"gradients_absent"}),
@@ -344,6 +572,9 @@ FAULTS: list[tuple[Plant, set[str]]] = [
     (gradients_of_one_replayed_graph, {"gradients_absent"}),
     (loss_lost_and_called_ok, {"loss_not_finite"}),
     (loss_written_as_nan, {"loss_not_finite"}),
+    (negative_loss, {"loss_is_no_loss"}),
+    (one_loss_in_every_step, {"loss_is_no_loss"}),
+    (negative_loss_of_an_evaluation, {"loss_is_no_loss"}),
     (large_ids_written_as_uint16, {"token_ids_do_not_fit"}),
     (embedding_without_rows_for_all_ids, {"token_ids_do_not_fit"}),
 ]
@@ -422,3 +653,53 @@ def test_a_late_phase_is_no_fault() -> None:
 def test_a_resume_is_no_fault() -> None:
     log = make_run_log(first_step=10, resumes=[Resume(step=10, at="2026-03-02T08:59:50+00:00")])
     assert audit_run(log) == []
+
+
+@pytest.mark.parametrize("resumed_at", [(15,), (10, 20), (10, 10), (10, 30)])
+def test_each_process_compiles_and_warms_up(resumed_at: tuple[int, ...]) -> None:
+    assert audit_run(make_resumed_log(*resumed_at)) == []
+
+
+def test_what_was_computed_in_another_way_is_warm_up() -> None:
+    """A resume with other settings makes warm-up of all measured steps before it."""
+    log = make_resumed_log(10, 20)
+    for changed_at in (10, 20):
+        assert audit_run(change_steps(log, phase=before_counts_as_warm_up(changed_at))) == []
+
+
+def before_counts_as_warm_up(start: int) -> Callable[[Step], str]:
+    return lambda step: "warmup" if step.step < start and step.phase == "measured" else step.phase
+
+
+def test_an_earlier_process_may_have_had_another_warm_up() -> None:
+    log = make_resumed_log(15)
+    assert audit_run(change_steps(log, phase=lambda step: "warmup" if step.step < 9 else step.phase)) == []
+
+
+@pytest.mark.parametrize("slow_steps", [0, 1, 4, 8])
+def test_warm_up_that_was_found_is_no_fault(slow_steps: int) -> None:
+    assert audit_run(make_adaptive_log(slow_steps)) == []
+
+
+def test_late_compilation_is_no_fault() -> None:
+    """One that hides behind work the device had still to do, and three that show."""
+    log = make_run_log()
+    assert audit_run(change_step(log, 12, phase="compile")) == []
+    slow = {12, 17, 22}
+    shown = change_steps(
+        log,
+        phase=lambda step: "compile" if step.step in slow else step.phase,
+        step_time_s=lambda step: step.step_time_s + (4.0 if step.step in slow else 0.0),
+    )
+    assert audit_run(change_wall(shown, training_s=log.wall.training_s + 12.0)) == []
+
+
+def test_a_host_that_waits_for_data_while_the_device_has_work_is_no_fault() -> None:
+    log = make_run_log()
+    assert audit_run(change_step(log, 12, data_time_s=3 * log.steps[12].step_time_s)) == []
+
+
+def test_a_run_that_overfits_may_repeat_no_loss_only() -> None:
+    """A loss that is the same twice is no constant."""
+    log = make_run_log()
+    assert audit_run(change_steps(log, loss=lambda step: 0.25 if step.step > 0 else 10.0)) == []

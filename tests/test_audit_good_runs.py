@@ -16,7 +16,8 @@ from mfubench.audit.main import check
 from mfubench.ceilings import Ceilings
 from mfubench.config import EvaluationConfig
 from mfubench.flops import executed_flops_per_token, flop_terms, flops_per_token
-from mfubench.run_log import Resume, RunLog, write_run_log
+from mfubench.measured_runs import REFERENCE
+from mfubench.run_log import Resume, RunLog, write_json, write_run_log
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -154,7 +155,16 @@ def test_a_run_that_only_evaluates_another_runs_checkpoint_passes() -> None:
 def test_a_diverged_run_passes() -> None:
     log = make_run_log(status="diverged", reason="the loss of step 21 is not finite")
     steps = [step.model_copy(update={"loss": None}) if step.step == 21 else step for step in log.steps[:22]]
-    assert audit_run(make_run_log(status="diverged", steps=steps, wall=None, rank_step_times_s=[[1.0] * 22])) == []
+    times_s = [[step.step_time_s for step in steps]]
+    assert audit_run(make_run_log(status="diverged", steps=steps, wall=None, rank_step_times_s=times_s)) == []
+
+
+def test_shipped_runs_pass() -> None:
+    """All of them, but for two whose attention `auto` ended in what another one asked for."""
+    runs = audit_paths([REFERENCE]).runs
+    assert len(runs) > 100
+    objections = {run.name.split("reference/h100/")[-1]: run.codes for run in runs if run.findings}
+    assert objections == {f"engine-checks/llama2-{attention}": ["no_contrast"] for attention in ("auto", "fa4")}
 
 
 def test_a_busy_cpu_is_no_fault() -> None:
@@ -163,7 +173,8 @@ def test_a_busy_cpu_is_no_fault() -> None:
     for position in (5, 15, 28):
         steps = list(log.steps)
         steps[position] = steps[position].model_copy(update={"step_time_s": 4.5 * steps[position].step_time_s})
-        slow = log.model_copy(update={"steps": steps, "wall": None})
+        times_s = [[step.step_time_s for step in steps]]
+        slow = log.model_copy(update={"steps": steps, "rank_step_times_s": times_s, "wall": None})
         assert audit_run(slow) == []
 
 
@@ -244,3 +255,14 @@ def test_a_run_that_is_named_twice_is_judged_once(tmp_path: Path) -> None:
     write_study(tmp_path, [make_run_log()])
     (file,) = (tmp_path / "runs").glob("*/*.json")
     assert len(audit_paths([tmp_path, tmp_path / "runs", file, file]).runs) == 1
+
+
+def test_runs_that_their_study_no_longer_declares_are_left_alone_unless_they_are_given(tmp_path: Path) -> None:
+    kept, gone = make_run_log(name="tiers/tier1"), make_run_log(name="tiers/tier2")
+    for log in (kept, gone):
+        write_run_log(tmp_path / "runs" / f"{log.name}.json", log)
+    write_json(tmp_path / "study.json", {"study": "x", "cases": {"tiers/tier1": {}}, "skipped": {}})
+    report = audit_paths([tmp_path])
+    assert [run.name for run in report.runs] == ["tiers/tier1"]
+    assert any("no longer declares them: tiers/tier2" in note for note in report.notes)
+    assert [run.name for run in audit_paths([tmp_path / "runs" / "tiers" / "tier2.json"]).runs] == ["tiers/tier2"]

@@ -271,6 +271,15 @@ def test_runs_of_several_studies_are_told_apart_by_their_path(tmp_path: Path, mo
     assert [run.name for run in audit_paths(["results/two"]).runs] == ["tiers/tier1", "tiers/tier2"]
 
 
+def test_a_run_that_is_named_by_its_path_keeps_its_own_name(tmp_path: Path) -> None:
+    for study in ("one", "two"):
+        write_run_log(tmp_path / study / "runs" / "tiers" / "tier1.json", make_run_log(name="tiers/tier1"))
+    renamed = make_run_log(name="tiers/tier1").model_copy(update={"name": "tiers/tier3"})
+    write_run_log(tmp_path / "three" / "runs" / "tiers" / "tier3.json", renamed)
+    codes = {Path(run.name).parts[-4]: run.codes for run in audit_paths([tmp_path]).runs}
+    assert codes == {"one": [], "two": [], "three": ["not_what_ran"]}
+
+
 def test_studies_are_not_held_against_each_other(tmp_path: Path) -> None:
     for case, gpu in (("tier1", "NVIDIA H200"), ("tier2", "NVIDIA H100 80GB HBM3")):
         log = make_run_log(name=f"tiers/{case}", gpu_name=gpu, step_time_s=1.5)
@@ -321,7 +330,24 @@ def test_ceilings_of_the_study_are_used_and_said(tmp_path: Path) -> None:
     report = audit_paths([run])
     assert report.impossible and "study/ceilings.json were used" in report.to_text()
     other = CEILINGS.model_copy(update={"device_name": "another CPU"})
-    assert audit_paths([run], other).notes == [], "what is given is taken"
+    given = audit_paths([run], other)
+    assert given.impossible, "those of another device switch none off"
+    assert given.notes[0] == "the ceilings given are another device's (another CPU) and were left alone"
+    assert "study/ceilings.json were used" in given.notes[1]
+    assert audit_paths([run], CEILINGS).impossible and audit_paths([run], CEILINGS).notes == []
+    other_card = make_ceilings("cuda", "bf16", 768)
+    assert audit_paths([run], other_card).impossible, "nor do a card's"
+
+
+def test_given_ceilings_are_those_of_the_runs_that_they_fit(tmp_path: Path) -> None:
+    """Of a study on two devices: the card's own bound one run, the other has none."""
+    tflop = 65_536 * executed_flops_per_token(flop_terms(make_run_config().model, 2048), make_run_config()) / 1e12
+    for name, gpu in (("h100", "NVIDIA H100 80GB HBM3"), ("h200", "NVIDIA H200")):
+        log = make_run_log(name=f"tiers/{name}", gpu_name=gpu, step_time_s=tflop / (768 * 1.07))
+        write_run_log(tmp_path / name / "runs" / "tiers" / f"{name}.json", log)
+    report = audit_paths([tmp_path], make_ceilings("cuda", "bf16", 768))
+    assert [run.codes for run in report.runs] == [["above_ceiling"], []]
+    assert report.notes == ["the ceilings given are another device's (NVIDIA H100 80GB HBM3) and were left alone"]
 
 
 def test_ceilings_of_another_device_are_left_alone(tmp_path: Path) -> None:

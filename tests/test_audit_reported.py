@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mfubench.audit import audit_figures, audit_paths
-from mfubench.audit.reported import make_reported
+from mfubench.audit.reported import make_reported, parse_figures
 from mfubench.cli import app
 from mfubench.config import ConfigError
 from mfubench.flops import Convention, flop_terms, flops_per_token
@@ -233,6 +233,49 @@ def test_mfu_without_anything_to_compute_it_from() -> None:
     ]
 
 
+@pytest.mark.parametrize("stated", ["mfu=41.7", "mfu=41.7%", "mfu=41.7 %", "mfu_percent=41.7", "mfu_percent=41.7%"])
+def test_an_mfu_is_a_percentage(stated: str) -> None:
+    others = [f"{key}={value}" for key, value in GOOD.items() if key != "mfu_percent"]
+    (verdict,) = audit_figures([*others, stated]).runs
+    assert (verdict.codes, verdict.stated_mfu) == ([], pytest.approx(0.417))
+
+
+def test_an_mfu_below_one_percent_can_be_said() -> None:
+    for stated in ("mfu_percent=0.604", "mfu=0.604%"):
+        assert audit_figures([stated, "gpu=B200", "tokens_per_s=9000"]).runs[0].stated_mfu == pytest.approx(0.00604)
+
+
+def test_a_fraction_in_a_file_is_asked_about_as_well(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"mfu": 0.417, "gpu": "B200", "tokens_per_s": 9000}')
+    with pytest.raises(ConfigError, match=r"mfu_percent=41\.7"):
+        audit_paths([tmp_path / "run.json"])
+
+
+def test_whole_numbers_may_be_written_with_an_exponent() -> None:
+    report = make_reported({"parameters": 1.36e9}, "a file")
+    assert report.parameters == 1_360_000_000
+    figures = parse_figures(["parameters=1.36e9", "gpus=8.0", "seq_len=2,048", "steps=1e3"])
+    assert (figures.parameters, figures.num_gpus, figures.seq_len, figures.steps) == (1_360_000_000, 8, 2048, 1000)
+
+
+def test_what_an_mfu_lacks_is_said() -> None:
+    figures = ["gpu=H100 SXM", "gpus=8", "tokens_per_s=540000", "mfu=60"]
+    (finding,) = audit_figures([*figures, "model=llama2-1.36b"]).runs[0].findings
+    assert finding.code == "flops_convention_unstated"
+    assert "with the model (llama2-1.36b), but without seq_len" in finding.sentence
+    (verdict,) = audit_figures([*figures, "model=llama2-1.36b"]).runs
+    assert any(check.endswith("(needs seq_len, or flops_per_token)") for check in verdict.not_checked)
+    (finding,) = audit_figures(figures).runs[0].findings
+    assert "without FLOPs a token, their convention or the model" in finding.sentence
+
+
+def test_a_finding_ends_in_one_full_stop() -> None:
+    report = audit_figures(["gpu=H109 SXM", "tokens_per_s=540000", "model=llama2-1.36b", "mfu=140"])
+    assert "peak_unknown" in report.runs[0].codes
+    assert not any(finding.sentence.endswith(".") for finding in report.runs[0].findings)
+    assert ".." not in report.to_text()
+
+
 def test_tables_that_contradict_themselves() -> None:
     """165K tokens/s of the 1.8B model on 8 B200 are 11 % MFU, not 50; 85B tokens in 6 hours are beyond the cards."""
     model = {"gpu_name": "NVIDIA B200", "num_gpus": 8, "model": "qwen3-1.8b", "seq_len": 2048}
@@ -275,6 +318,12 @@ def test_bad_figures_are_told_in_a_sentence() -> None:
         (["tokens_per_s=1e300"], "tokens_per_s"),
         (["tokens_per_s=5", "tokens_per_s=6"], "given twice, as '5' and '6'"),
         (["gpu=B200", "gpu_name=H100"], "given twice"),
+        (["mfu=0.604"], r"mfu: found 0.604; give mfu_percent=60.4 \(or mfu_percent=0.604 if it is that low\)"),
+        (["mfu=1"], r"mfu: found 1; give mfu_percent=100 \("),
+        (["mfu=half%"], "mfu_percent: found 'half'"),
+        (["parameters=1.5"], "parameters: found '1.5'"),
+        (["parameters=1e400000"], "parameters: found '1e400000'"),
+        (["gpus=1.5e0"], "num_gpus: found '1.5e0'"),
     ]:
         with pytest.raises(ConfigError, match=message):
             audit_figures(figures)

@@ -93,6 +93,8 @@ def test_collectives_between_two_processes(tmp_path: Path) -> None:
 def test_bad_requests_are_told() -> None:
     with pytest.raises(ConfigError, match="int8"):
         main(["--request", request(dtypes=["int8"]), "--output", "unused.json"])
+    with pytest.raises(ConfigError, match="there is no run to measure for"):
+        main(["--request", request(dtypes=[], models=[]), "--output", "unused.json"])
     with pytest.raises(ConfigError, match="secnds: unknown key"):
         main(["--request", request(secnds=1), "--output", "unused.json"])
     if not torch.cuda.is_available():

@@ -151,6 +151,24 @@ BAD_INPUT = [
     ({"expectations": "nothere"}, r"expectations: found 'nothere'; in .*llama2-1\.36b"),
     ({"machine": {"devices": [0, 0]}}, "a card is named twice"),
     ({"machine": {"devices": [-1]}}, r"machine\.devices\.0: found -1"),
+    ({"results_dir": "src"}, r"results_dir: found 'src', where this project's own files are"),
+    ({"resources_dir": "config/mine"}, r"resources_dir: found 'config/mine', where this project's own files are"),
+    ({"study": "reference"}, "results/reference holds the results that come with this project"),
+    ({"study": "h200", "results_dir": "results/reference"}, "results/reference holds the results"),
+    (
+        {"base": {**DEFAULT["base"], "model": {"preset": "llama2-tiny", "vocab_size": 4095}}},
+        r"model\.vocab_size: found 4095, but tokenizers\.\S+\.vocab_size is 4096",
+    ),
+    ({"machine": {"gpus": 0}}, r"machine\.gpus.*: found 0; .*auto, which is what a machine without GPUs takes"),
+    ({"machine": {"gpus": -1}}, r"machine\.gpus.*: found -1; "),
+    (
+        {
+            "machine": {"when_too_small": "skip"},
+            "experiments": {"baseline": {"cases": {"a": {"world_size": 4}}}},
+            "effects": [],
+        },
+        r"leaves out every run \(baseline/a needs 4 processes a node, this machine holds 2\)",
+    ),
 ]
 
 
@@ -159,6 +177,36 @@ def test_bad_input_is_told_with_file_key_and_way_out(change, message):
     with pytest.raises(ConfigError, match=message) as caught:
         expand_study({**copy.deepcopy(DEFAULT), **change}, "f.yaml", 2)
     assert str(caught.value).startswith("f.yaml")
+
+
+@pytest.mark.parametrize(
+    ("stage", "overrides", "complaint"),
+    [
+        ("baseline", {"max_iters": 3}, "max_iters: found 3, which leaves no step to measure after the first one"),
+        ("tiers", {"max_iters": 4, "measurement": {"warmup_steps": 3}}, "raise it to 5 or more"),
+        ("scaling", {"measurement": {"adaptive": True}}, "measurement.min_steps: found 20, but max_iters is 14"),
+        ("baseline", {"evaluation": {"only": True}}, "evaluation.only: needs `continues`"),
+        ("training", {"evaluation": {"only": True}}, "evaluation.only: needs `continues`"),
+    ],
+)
+def test_a_run_that_could_measure_nothing_is_refused(stage, overrides, complaint):
+    with pytest.raises(ConfigError, match=rf"f\.yaml: {stage}/a: .*{re.escape(complaint)}"):
+        expand_study(small_study(**{stage: {"cases": {"a": overrides}}}), "f.yaml", 2)
+
+
+def test_one_step_that_counts_is_enough_and_some_stages_need_none():
+    short = {"max_iters": 1, "measurement": {"adaptive": True}}
+    expand_study(small_study(baseline={"cases": {"a": {"max_iters": 4}}}), "f.yaml", 2)
+    expand_study(small_study(smoke={"cases": {"a": short}}, training={"cases": {"a": short}}), "f.yaml", 2)
+    expand_study(small_study(memory={"search": {"a": {**short, "candidates": [1]}}}), "f.yaml", 2)
+
+
+@pytest.mark.parametrize("declared", ["cases", "ladder", "search"])
+def test_a_case_name_is_no_longer_than_a_file_name_may_be(declared):
+    values = {"candidates": [1]} if declared == "search" else {}
+    expand_study(small_study(memory={declared: {"a" * 100: values}}), "f.yaml", 2)
+    with pytest.raises(ConfigError, match="has 101 characters; 100 at most"):
+        expand_study(small_study(memory={declared: {"a" * 101: values}}), "f.yaml", 2)
 
 
 def test_command_line_overrides_are_yaml():
@@ -278,6 +326,7 @@ def test_what_continues_a_run_that_is_left_out_is_left_out_too():
     cases |= {
         "evaluate": EVALUATE,
         "again": {**EVALUATE, "continues": "training/evaluate", "checkpoint": {"at_end": True}},
+        "alone": {"max_iters": 20},
     }
     cases["evaluate"] = {**EVALUATE, "checkpoint": {"at_end": True}}
     study = expand_study(small_study(training={"cases": cases}), "f.yaml", 1)

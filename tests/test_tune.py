@@ -202,6 +202,7 @@ BAD_REQUESTS = [
     ({"overrides": {"world_size": 4}}, "world_size is what is tuned.*--gpus"),
     ({"overrides": {"atention": "sdpa"}}, "atention: unknown key"),
     ({"gpus": 3, "global_batch_size": 8}, "--global-batch-size 8 is not a multiple of 3 GPUs: the nearest are 6 and 9"),
+    ({"overrides": {"continues": "training/pretrain"}}, "continues: leave it out; trials start anew"),
     ({"gpus": 2, "parallelisms": ("none",)}, "--parallelism none runs one process"),
     ({"parallelisms": ("dpp",)}, "parallelism: found 'dpp'"),
     ({"checkpointings": ("some",)}, "activation_checkpointing: found 'some'"),
@@ -218,6 +219,18 @@ def test_a_request_that_cannot_be_met_is_refused_before_any_run(tmp_path, change
 def test_missing_data_are_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere: holds no prepared dataset"):
         check_request(make_request(tmp_path, data=tmp_path / "nowhere"))
+
+
+@pytest.mark.faults
+def test_a_folder_that_cannot_be_written_to_is_one_line_before_any_trial(tmp_path, full_disk, refusal):
+    data, folder = write_dataset(tmp_path / "tiny"), full_disk / "trials"
+    folder.mkdir()
+    words = ("tune", "llama2-tiny", "device=cpu", "--gpus", "1", "--data", data, "--output")
+    full = "No space left on device; make room, or name another folder"
+    assert refusal(*words, folder) == f"error: {folder}: {full}"
+    assert list(folder.iterdir()) == []
+    below = tmp_path / "tiny" / "meta.json" / "trials"
+    assert refusal(*words, below) == f"error: {below}: Not a directory; name another file or folder"
 
 
 def test_on_cards_own_kernels_are_taken_where_they_run_unless_one_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import pkgutil
 import sys
@@ -44,13 +45,35 @@ def register_commands() -> None:
 
 register_commands()
 
+# What to do about a file, by what the system says of it.
+MAKE_ROOM, ELSEWHERE = "make room, or name another folder", "name another file or folder"
+WAYS_OUT = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), MAKE_ROOM) | dict.fromkeys(
+    (
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EEXIST,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+    ),
+    ELSEWHERE,
+)
+
 
 def main() -> None:
-    """Entry point: a fault of the input is told in a sentence, without a traceback."""
+    """Entry point: a fault of the input, or of a file's place, is told in a sentence, without a traceback."""
     from mfubench.config import ConfigError
 
     try:
-        app()
+        app()  # ends in silence once nobody reads what it says (a pipe to `head`)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is None or error.errno not in WAYS_OUT:
+            raise
+        print(f"error: {error.filename}: {error.strerror}; {WAYS_OUT[error.errno]}", file=sys.stderr)
         sys.exit(1)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from mfubench.complaints import explain
 from mfubench.config import ConfigError, MemorySearch, RunConfig, Strict, parse
@@ -32,6 +32,13 @@ Stage = Literal["smoke", "baseline", "scaling", "tiers", "ablations", "memory", 
 STAGES: tuple[Stage, ...] = get_args(Stage)
 
 LARGE_ON_A_CPU = 100_000_000  # parameters of a model that no CPU trains in minutes
+
+MEASURED: tuple[Stage, ...] = ("baseline", "scaling", "tiers", "ablations")  # their runs are made for their rate
+LONGEST_CASE = 100  # characters: a name becomes files, beside endings, of a length that every file system takes
+
+# What a study's files must not come to lie in: the folders of this project itself, and the results that it ships.
+OWN_FOLDERS = ("benchmarks", "config", "docs", "envs", "profiles", "rules", "src", "tests", "workflow")
+SHIPPED_RESULTS = "results/reference"
 
 # How a grid's keys are called in case names.
 SHORT_KEYS = {
@@ -98,6 +105,22 @@ class StudyConfig(Strict):
     expectations: str | None = Field(None, pattern=NAME, description="a file of config/expectations, without .yaml")
     price_per_gpu_hour: float | None = Field(None, ge=0)
 
+    @field_validator("results_dir", "resources_dir")
+    @classmethod
+    def check_folder(cls, folder: str) -> str:
+        if folder.split("/")[0] in OWN_FOLDERS:
+            raise ValueError(f"found {folder!r}, where this project's own files are; name another folder")
+        return folder
+
+    @model_validator(mode="after")
+    def check_results(self) -> StudyConfig:
+        if f"{self.results_dir}/{self.study}/".startswith(f"{SHIPPED_RESULTS}/"):
+            raise ValueError(
+                f"study: found {self.study!r} in results_dir {self.results_dir!r}, but {SHIPPED_RESULTS} holds the "
+                "results that come with this project; give the study another name"
+            )
+        return self
+
 
 @dataclass(frozen=True)
 class Study:
@@ -159,6 +182,7 @@ def expand_study(values: dict[str, Any], source: str, gpus_per_node: int) -> Stu
         where = f"{source}: experiments.{stage}"
         check_base(declared.base, f"{where}.base")
         for case, overrides, at in expand_stage(declared, where):
+            check_length(case, at)
             for repeat in range(declared.repeats):
                 name = f"{stage}/{case}" + (f"-repeat{repeat}" if repeat else "")
                 if name in runs:
@@ -166,6 +190,7 @@ def expand_study(values: dict[str, Any], source: str, gpus_per_node: int) -> Stu
                 layers = (config.base, declared.base, overrides, {"name": name, "repeat": repeat})
                 runs[name] = build_run(layers, at)
         for case, overrides in declared.search.items():
+            check_length(case, f"{where}.search")
             if stage != "memory":
                 raise ConfigError(f"{where}.search: only the memory stage has a search")
             search = build_search(config.base, declared.base, overrides, f"memory/{case}", f"{where}.search.{case}")
@@ -176,6 +201,7 @@ def expand_study(values: dict[str, Any], source: str, gpus_per_node: int) -> Stu
     check_references(config, runs, searches, source)
     check_model_names({**runs, **{name: search.run for name, search in searches.items()}}, source)
     check_continuations(runs, source)
+    check_lengths(runs, source)
     for name, plan in config.plans.items():
         plan.check(f"{source}: plans.{name}")
     skipped = leave_out_too_large(config, runs, searches, source, gpus_per_node)
@@ -216,6 +242,11 @@ def check_base(overrides: Overrides, where: str) -> None:
             raise ConfigError(explain(fault, where, RunConfig))
     if isinstance(base.get("model"), str):
         resolve_model(base["model"], where)
+
+
+def check_length(case: str, where: str) -> None:
+    if len(case) > LONGEST_CASE:
+        raise ConfigError(f"{where}: the case name {case} has {len(case)} characters; {LONGEST_CASE} at most")
 
 
 def resolve_extends(values: dict[str, Any], folder: Path, source: str) -> dict[str, Any]:
@@ -328,7 +359,7 @@ def resolve_model(value: Any, where: str) -> dict[str, Any]:
 def check_references(
     config: StudyConfig, runs: dict[str, RunConfig], searches: dict[str, MemorySearch], source: str
 ) -> None:
-    """Datasets, tokenizers and effect arms that are named must exist."""
+    """Datasets, tokenizers and effect arms that are named must exist, and a model must hold its tokenizer's ids."""
     for name, dataset in config.datasets.items():
         if dataset.tokenizer not in config.tokenizers:
             raise ConfigError(
@@ -340,6 +371,13 @@ def check_references(
             raise ConfigError(
                 f"{source}: {name}: dataset: found {run.dataset!r}; "
                 f"datasets of this study: {', '.join(config.datasets)}"
+            )
+        name_of_tokenizer = config.datasets[run.dataset].tokenizer
+        ids = config.tokenizers[name_of_tokenizer].vocab_size
+        if ids is not None and ids > run.model.vocab_size:
+            raise ConfigError(
+                f"{source}: {name}: model.vocab_size: found {run.model.vocab_size}, but "
+                f"tokenizers.{name_of_tokenizer}.vocab_size is {ids}; raise the one or lower the other"
             )
     for position, effect in enumerate(config.effects):
         for side in (effect.arm, effect.control):
@@ -373,6 +411,10 @@ def check_continuations(runs: dict[str, RunConfig], source: str) -> None:
     """A run that continues another needs one that exists, leaves a checkpoint, trains the same model, in no circle."""
     for name, run in runs.items():
         if run.continues is None:
+            if run.evaluation.only:
+                raise ConfigError(
+                    f"{source}: {name}: evaluation.only: needs `continues`, the run whose checkpoint is evaluated"
+                )
             continue
         where = f"{source}: {name}: continues"
         before = runs.get(run.continues)
@@ -396,6 +438,26 @@ def check_continuations(runs: dict[str, RunConfig], source: str) -> None:
             raise ConfigError(
                 f"{where}: {run.continues} does {before.max_iters} steps, so max_iters {run.max_iters} leaves none to "
                 "do; raise it, or set evaluation: {only: true}"
+            )
+
+
+def check_lengths(runs: dict[str, RunConfig], source: str) -> None:
+    """A run that is made for its rate needs a step that counts: neither the first one, nor one of the warm-up."""
+    for name, run in runs.items():
+        if run.stage not in MEASURED or run.evaluation.only:
+            continue
+        measurement = run.measurement
+        done = runs[run.continues].max_iters if run.continues is not None else 0
+        if run.max_iters - done <= 1 + measurement.warmup_steps:
+            raise ConfigError(
+                f"{source}: {name}: max_iters: found {run.max_iters}, which leaves no step to measure after "
+                f"{f'the {done} that are done, ' if done else ''}the first one and measurement.warmup_steps "
+                f"{measurement.warmup_steps}; raise it to {done + measurement.warmup_steps + 2} or more"
+            )
+        if measurement.adaptive and measurement.min_steps > run.max_iters:
+            raise ConfigError(
+                f"{source}: {name}: measurement.min_steps: found {measurement.min_steps}, but max_iters is "
+                f"{run.max_iters}; lower min_steps, raise max_iters, or set measurement.adaptive: false"
             )
 
 
@@ -428,6 +490,12 @@ def leave_out_too_large(
     for name in skipped:
         runs.pop(name, None)
         searches.pop(name, None)
+    if skipped and not runs and not searches:
+        name, reason = next(iter(skipped.items()))
+        raise ConfigError(
+            f"{source}: experiments: nothing can be measured here, since machine.when_too_small: skip leaves out every "
+            f"run ({name} {reason}); add one that fits, or run the study on a larger machine"
+        )
     return skipped
 
 

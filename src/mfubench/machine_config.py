@@ -80,6 +80,13 @@ class MachineConfig(Strict):
     )
     slurm: SlurmConfig | None = Field(None, description="what jobs ask a SLURM cluster for (profiles/slurm)")
 
+    @field_validator("gpus")
+    @classmethod
+    def check_count(cls, gpus: int | Literal["auto"]) -> int | Literal["auto"]:
+        if gpus != "auto" and gpus < 1:
+            raise ValueError(f"found {gpus}; give 1 or more, or auto, which is what a machine without GPUs takes, too")
+        return gpus
+
     @field_validator("network")
     @classmethod
     def check_network(cls, variables: dict[str, str]) -> dict[str, str]:

@@ -64,11 +64,11 @@ def evaluate_all(presets: Iterable[tuple[str, float]], plan: PlanConfig) -> list
 def draw_plan(plan: PlanConfig, compared: Sequence[Design], isoflops: Path, loss_surface: Path, dark: bool) -> None:
     """The two figures of a plan, with the given designs as points."""
     from mfubench.analysis.figures.style import DARK, LIGHT
+    from mfubench.picture import write_png
     from mfubench.planner_figures import draw_isoflops, draw_loss_surface
 
     for path, draw in ((isoflops, draw_isoflops), (loss_surface, draw_loss_surface)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draw(plan, compared, DARK if dark else LIGHT).savefig(path, metadata={"Software": "mfubench"})
+        write_png(draw(plan, compared, DARK if dark else LIGHT), path)
 
 
 def describe_design(design: Design) -> dict[str, Any]:

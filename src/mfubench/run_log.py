@@ -263,9 +263,17 @@ def write_text_atomically(path: Path | str, text: str) -> None:
 
 
 def write_bytes_atomically(path: Path | str, content: bytes) -> None:
-    """As `write_text_atomically`, of bytes."""
+    """As `write_text_atomically`, of bytes. An OSError names the file, or the folder of it that cannot be made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None  # not the temporary one; a full disk's error names none
+        raise
+
+
+def replace_file(path: Path, content: bytes) -> None:
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
@@ -280,9 +288,13 @@ def write_bytes_atomically(path: Path | str, content: bytes) -> None:
 
 
 def try_writing(folder: Path) -> None:
-    """Raises OSError where no file can be written to a folder, which is made where it is not there."""
+    """Raises OSError, of the folder, where no file can be written to it; it is made where it is not there."""
     probe = folder / f".probe-{os.getpid()}"
-    write_bytes_atomically(probe, b"\0" * 4096)
+    try:
+        write_bytes_atomically(probe, b"\0" * 4096)
+    except OSError as error:
+        error.filename = str(folder)
+        raise
     probe.unlink(missing_ok=True)
 
 

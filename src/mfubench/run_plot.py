@@ -12,10 +12,28 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from mfubench.analysis.figures.style import DPI, LIGHT, Theme, plain_axes, shade_unmeasured, titled_figure
 from mfubench.config import ConfigError
+from mfubench.picture import write_png
 from mfubench.run_log import RunLog
 from mfubench.train.progress import palm_mfu_of
 
 Value = float | None
+
+ENDING = ".png"
+
+
+def picture_path(run: Path, output: Path | None) -> Path:
+    """Where the panels of a run JSON go: beside it, to the file that is named, or into the folder that is.
+
+    Raises ConfigError for a file that is to be no PNG.
+    """
+    name = f"{run.stem}{ENDING}"
+    if output is None:
+        return run.with_name(name)
+    if output.is_dir():
+        return output / name
+    if output.suffix.lower() not in ("", ENDING):
+        raise ConfigError(f"--output {output}: pictures are written as {ENDING}; found the ending {output.suffix}")
+    return output if output.suffix else output.with_name(f"{output.name}{ENDING}")
 
 
 def plot_run(log: RunLog, path: Path) -> None:
@@ -23,9 +41,7 @@ def plot_run(log: RunLog, path: Path) -> None:
     if not log.steps:
         raise ConfigError(f"{log.name}: has no steps to draw; it ended with status {log.status} ({log.reason})")
     with LIGHT.applied():
-        figure = draw(log, LIGHT)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DPI, metadata={"Software": "mfubench"})
+        write_png(draw(log, LIGHT), path, dpi=DPI)
 
 
 def draw(log: RunLog, theme: Theme) -> Figure:

@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+STOPPED = 75  # exit code of a run that was stopped on request: EX_TEMPFAIL of sysexits.h, try again
+
 
 @contextlib.contextmanager
 def on_stop(act: Callable[[int], object]) -> Iterator[None]:

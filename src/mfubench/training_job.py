@@ -12,7 +12,7 @@ from pathlib import Path
 from mfubench.config import ConfigError
 from mfubench.job import add_job_arguments, cards_for_job, write_stamp
 from mfubench.slurm import needs_step, run_step
-from mfubench.stop_signals import run_handing_on
+from mfubench.stop_signals import STOPPED, run_handing_on
 from mfubench.train.arguments import paths_of, read_config
 from mfubench.train.checkpoint_folders import print_way_on
 from mfubench.train.failures import remove_stale
@@ -48,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         if code == 0:
             write_stamp(arguments)
-        elif code < 0:  # else the launcher itself has said how the run ended
+        if code < 0:  # else the launcher itself has said how the run ended
             print(f"error: the training process was killed by {signal.Signals(-code).name}", file=sys.stderr)
+        if code < 0 or code == STOPPED:
             print_way_on(paths_of(arguments).checkpoints)
         return code
     except (ConfigError, TimeoutError) as error:

@@ -1,4 +1,6 @@
-"""YAML as people write it by hand: no objects, and no key twice, of which the first would be lost without a word."""
+"""YAML as people write it by hand: no objects, no key twice, of which the first would be lost without a word, and no
+key that is no text: `1.10` would be 1.1, and `yes` true.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,25 @@ import yaml
 from mfubench.config import ConfigError
 
 
-class UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a mapping with a key twice."""
+class KeyFault(ValueError):
+    """A key that YAML allows and we do not."""
+
+
+class StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a mapping with a key twice, or with one that is no text. Raises KeyFault."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
+        seen: set[str] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands here a second time", key_node.start_mark
-                )
+            line = key_node.start_mark.line + 1
+            if not isinstance(key, str):
+                written = key_node.value if isinstance(key_node, yaml.ScalarNode) else key
+                raise KeyFault(f"line {line}: the key {written} is no text, but {key!r}; write it in quotes")
+            if key in seen:
+                raise KeyFault(f"line {line}: the key {key!r} stands here a second time")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -31,13 +39,16 @@ class UniqueKeyLoader(yaml.SafeLoader):
 def load_yaml(path: Path) -> Any:
     """The content of a YAML file as plain data.
 
-    Raises ConfigError where the file cannot be read, is not UTF-8 or no YAML, or holds a key twice.
+    Raises ConfigError where the file cannot be read, is not UTF-8 or no YAML, or holds a key twice or one that is no
+    text.
     """
     try:
-        return UniqueKeyLoader(path.read_text(encoding="utf-8")).get_single_data()
+        return StrictLoader(path.read_text(encoding="utf-8")).get_single_data()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text; save it as UTF-8") from None
+    except KeyFault as error:
+        raise ConfigError(f"{path}: {error}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: is no valid YAML ({' '.join(str(error).split())})") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,19 @@ def test_round_trip_through_both_formats(trained: tuple[Path, Path], tmp_path: P
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(ConfigError, match="exists already"):
         import_checkpoint(tmp_path / "hf", tmp_path / "back", settings={})
+
+
+@pytest.mark.faults
+def test_a_model_that_cannot_be_written_is_one_line_and_leaves_nothing(
+    trained: tuple[Path, Path], tmp_path: Path, full_disk: Path, refusal: Callable[..., str]
+) -> None:
+    command("export", trained[1], tmp_path / "hf")
+    advice = "make room, or name another folder"
+    for words in (("export", trained[1]), ("import", tmp_path / "hf")):
+        full, below = full_disk / "model", tmp_path / "hf" / "config.json" / "model"
+        assert refusal(*words, full) == f"error: {full}: cannot be written there (No space left on device); {advice}"
+        assert [path.name for path in full_disk.iterdir()] == ["somebody-elses"]
+        assert refusal(*words, below) == f"error: {below}: cannot be written there (Not a directory); {advice}"
 
 
 def test_a_run_goes_on_from_an_imported_checkpoint(trained: tuple[Path, Path], tmp_path: Path) -> None:

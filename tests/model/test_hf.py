@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,18 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     for name, parameter in decoder.named_parameters():
         assert torch.equal(state.pop(name), parameter)
     assert not state
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_the_weights_have_the_mode_of_other_files(umask: int, tmp_path: Path) -> None:
+    decoder = build(LLAMA)
+    earlier = os.umask(umask)
+    try:
+        export_hf(parameters_of(decoder), decoder.config, tmp_path / "hf")
+    finally:
+        os.umask(earlier)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()}
+    assert modes == dict.fromkeys(("config.json", "model.safetensors"), 0o666 & ~umask)
 
 
 def test_original_gpt2_files_load(tmp_path: Path) -> None:

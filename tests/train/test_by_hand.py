@@ -112,7 +112,8 @@ def test_ctrl_c_in_a_terminal_stops_with_a_checkpoint(data, tmp_path, ranks):
     shown = reader.result(timeout=60)
     os.close(terminal)
     last = latest(work / "checkpoints")
-    assert last is not None and "stopped on request" in shown and str(last) in shown and "Traceback" not in shown
+    assert last is not None and "stopped on request" in shown and "Traceback" not in shown
+    assert f"checkpoint: {last};" in shown and "--resume" in shown
     done = int(last.name.removeprefix("step-"))
     code, stderr = call(data, output, f"max_iters={done + 1}", f"world_size={ranks}", *longer_steps, "--resume")
     assert code == 0 and [resume.step for resume in read_run_log(output).resumes] == [done], stderr
@@ -136,8 +137,8 @@ def test_resume_says_what_it_found_to_go_on_from(data, tmp_path):
 
 
 def test_losses_and_sample_stand_at_the_end(data, tmp_path):
-    asked = ("max_iters=3", "evaluation.at_start=true", "evaluation.at_end=true", "evaluation.iters=1")
-    code, stderr = call(data, tmp_path / "run.json", *asked, "sample_tokens=5")
+    asked = ("max_iters=3", "measurement.warmup_steps=1", "evaluation.at_start=true", "evaluation.at_end=true")
+    code, stderr = call(data, tmp_path / "run.json", *asked, "evaluation.iters=1", "sample_tokens=5")
     assert code == 0, stderr
     log = read_run_log(tmp_path / "run.json")
     first, last = (one.loss for one in log.evaluations)
@@ -146,6 +147,18 @@ def test_losses_and_sample_stand_at_the_end(data, tmp_path):
         f"  validation loss: {first:.4f} after 0 steps, {last:.4f} after 3 steps",
         f"  sample: {log.sample}",
     ]
+
+
+def test_a_run_by_hand_continues_another(data, tmp_path):
+    first, checkpoints = tmp_path / "first.json", tmp_path / "first-work" / "checkpoints"
+    code, stderr = call(data, first, "name=by-hand/first", "max_iters=3", "checkpoint.at_end=true")
+    assert code == 0, stderr
+    more = ("max_iters=5", "continues=by-hand/first")
+    code, stderr = call(data, tmp_path / "more.json", *more)
+    assert code == 1 and stderr.startswith("error: mfubench train: `continues` and --start-from go together: ")
+    code, stderr = call(data, tmp_path / "more.json", *more, "--start-from", str(checkpoints))
+    assert code == 0, stderr
+    assert [step.step for step in read_run_log(tmp_path / "more.json").steps] == [3, 4]
 
 
 def test_a_folder_without_a_dataset_is_told_with_the_way_to_one(data, tmp_path):

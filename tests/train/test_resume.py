@@ -242,6 +242,7 @@ def test_sigterm_writes_a_checkpoint_and_says_resume(data, tmp_path, two_ranks):
     process.send_signal(signal.SIGTERM)
     code, stderr = finish_run(process)
     assert code == 75, stderr
+    assert "stopped on request" in stderr and "snakemake" not in stderr  # the launcher does not know who started it
     assert not (tmp_path / "run.json").exists()
     done = json.loads((tmp_path / "stopped.json").read_text())["step"]
     assert 1 < done < 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
 
 import pytest
 from factories import make_run_log
@@ -198,6 +199,38 @@ def test_plot_of_a_gpu_run_and_of_one_without_steps(tmp_path):
     assert (tmp_path / "run.png").exists()
     with pytest.raises(ConfigError, match="has no steps to draw"):
         plot_run(make_run_log(steps=[], status="skipped"), tmp_path / "none.png")
+
+
+def test_a_picture_goes_where_it_is_said_to(tmp_path, refusal):
+    run, folder = tmp_path / "run.json", tmp_path / "pictures"
+    write_run_log(run, make_run_log())
+    folder.mkdir()
+
+    def written(*words) -> str:
+        result = CliRunner().invoke(app, ["plot", str(run), *map(str, words)], catch_exceptions=False)
+        path = result.output.strip()
+        assert Path(path).read_bytes().startswith(b"\x89PNG")
+        return path
+
+    assert written() == str(tmp_path / "run.png")
+    assert written("--output", folder) == str(folder / "run.png")
+    assert written("--output", folder / "v1.PNG") == str(folder / "v1.PNG")
+    assert written("--output", tmp_path / "noext") == str(tmp_path / "noext.png")
+    assert not (tmp_path / "noext").exists()
+    complaint = "pictures are written as .png; found the ending .xyz"
+    assert refusal("plot", run, "--output", "a.xyz") == f"error: --output a.xyz: {complaint}"
+
+
+@pytest.mark.faults
+def test_a_picture_that_cannot_be_written_is_one_line_and_the_earlier_one_stays(tmp_path, full_disk, refusal):
+    run = tmp_path / "run.json"
+    write_run_log(run, make_run_log())
+    target = full_disk / "run.png"
+    full = "No space left on device; make room, or name another folder"
+    assert refusal("plot", run, "--output", target) == f"error: {target}: {full}"
+    assert [path.name for path in full_disk.iterdir()] == ["somebody-elses"]
+    below = run / "pictures" / "run.png"
+    assert refusal("plot", run, "--output", below).endswith("Not a directory; name another file or folder")
 
 
 def test_nothing_there_is_an_error(tmp_path):

@@ -70,10 +70,17 @@ DATASET = {
     "data/progress.py": "what is shown meanwhile",
 }
 SHARED = "of figures of runs, which share style.py"
-PLANS = {**LEFT_OUT, "analysis/findings.py": SHARED, "analysis/measures.py": SHARED, "analysis/units.py": SHARED}
+PLANS = {
+    **LEFT_OUT,
+    "picture.py": "writes what was drawn",
+    "analysis/findings.py": SHARED,
+    "analysis/measures.py": SHARED,
+    "analysis/units.py": SHARED,
+}
 EXPORT = {
     **LEFT_OUT,
     "experiments.py": "merges the settings of an import",
+    "model/new_folder.py": "gives a folder that was written its name",
     **dict.fromkeys(
         (
             *("model/attention_kernels.py", "model/decoder.py", "model/loss.py"),

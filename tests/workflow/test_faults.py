@@ -241,7 +241,10 @@ def test_with_room_to_write_the_same_call_completes(story):
 
 
 def test_what_can_finish_does_and_the_partial_report_shows_the_rest(story):
-    broken = "broken: {model: {vocab_size: 300}}, more: {seed: 6}"
+    text = "  text: {source: embedded"
+    unsplit = "  unsplit: {source: embedded, tokenizer: bpe-512, max_bytes: 400000, val_fraction: 0}\n"
+    broken = "broken: {dataset: unsplit, evaluation: {at_end: true}}, more: {seed: 6}"
+    story.edit("study.yaml", text, unsplit + text)
     story.edit("study.yaml", "large: {micro_batch_size: 4}", f"large: {{micro_batch_size: 4}}, {broken}")
     output = story.snakemake(check=False)
     assert "Error in rule run_baseline" in output
@@ -250,6 +253,7 @@ def test_what_can_finish_does_and_the_partial_report_shows_the_rest(story):
     html = (story.folder / RESULTS / "partial" / "report.html").read_text()
     assert "baseline/broken" in html and "baseline/more" in html
     story.edit("study.yaml", f", {broken}", "")
+    story.edit("study.yaml", unsplit, "")
 
 
 def test_after_all_that_one_call_makes_the_study_whole(story):

@@ -3,6 +3,10 @@
 import sys
 
 from mfubench.ceilings.measure import main
+from mfubench.config import ConfigError
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(f"error: {error}")

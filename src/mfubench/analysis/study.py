@@ -145,7 +145,7 @@ def load_study(folder: Path | str, partial: bool = False) -> Study:
         failures={name: failure for name, failure in failures.items() if name not in runs and name not in limits},
         left_over=left_over,
     )
-    if not study.runs and not partial:
+    if not study.runs and not study.limits and not partial:
         raise ConfigError(
             f"{folder}: holds no runs yet; run `snakemake --cores all`, or look at what there is with "
             f"`mfubench report {folder} --partial`"

@@ -16,7 +16,7 @@ from mfubench.audit.readers import read_sources
 from mfubench.audit.report import AuditReport
 from mfubench.audit.reported import ReportedRun, parse_figures
 from mfubench.audit.run import audit_run, judge_run
-from mfubench.audit.studies import by_study, named_apart, nearby_ceilings
+from mfubench.audit.studies import by_study, ceilings_for, named_apart, without_left_over
 from mfubench.audit.study import audit_study, group_of, is_compared, weak_scaling
 from mfubench.ceilings import Ceilings
 from mfubench.run_log import RunLog
@@ -42,9 +42,9 @@ __all__ = [
 def audit_paths(paths: Sequence[Path | str], ceilings: Ceilings | None = None) -> AuditReport:
     """Judge all runs that these files and folders hold; a study's runs are held against each other, not another's.
 
-    ceilings: of the machine that ran; without them those that lie in a run's study are used, where they are of the
-    device that ran, and a note says so. Raises ConfigError for a file that is none of the known, or without figures
-    that can be audited.
+    ceilings: of the machine that ran. Without them, and for runs of another device than theirs, those that lie in a
+    run's study are used, where they are of the device that ran; notes say so. Raises ConfigError for a file that is
+    none of the known, or without figures that can be audited.
     """
     given = [Path(path) for path in paths]
     verdicts: list[RunVerdict] = []
@@ -57,14 +57,18 @@ def audit_paths(paths: Sequence[Path | str], ceilings: Ceilings | None = None) -
             check_auditable(reported, str(source.path))
             verdicts += reported
     scaling = weak_scaling(verdicts)
-    notes: dict[str, None] = {}  # each once, in order
-    for together in named_apart(by_study(runs, given)):
+    runs, left_alone = without_left_over(runs, given)
+    notes = dict.fromkeys(left_alone)  # each once, in order
+    studies = by_study(runs, given)
+    for study, named in zip(studies, named_apart(studies), strict=True):
         judged = []
-        for log, path in together:
-            known, note = (ceilings, None) if ceilings is not None else nearby_ceilings(log, path)
-            notes |= {note: None} if note else {}
-            judged.append(judge_run(log, str(path), known))
-        verdicts += hold_together([log for log, _ in together], judged)
+        for (log, path), (called, _) in zip(study, named, strict=True):
+            known, said = ceilings_for(log, path, ceilings)
+            notes |= dict.fromkeys(said)
+            verdict = judge_run(log, str(path), known)  # by its own name, which its configuration must know
+            verdict.name = called.name
+            judged.append(verdict)
+        verdicts += hold_together([log for log, _ in named], judged)
         scaling += weak_scaling(judged)
     return AuditReport(runs=verdicts, weak_scaling=scaling, notes=list(notes))
 

@@ -48,7 +48,7 @@ def checks_of(run: ReportedRun) -> list[Check]:
         ),
         Check(
             "FLOPs a token against the model's dimensions",
-            (*need("flops_per_token", run.flops_per_token), *need("model and seq_len", run.flop_terms())),
+            (*need("flops_per_token", run.flops_per_token), *need(model_and_length(run), run.flop_terms())),
             run.flops_per_token is not None,
         ),
         Check(
@@ -61,6 +61,11 @@ def checks_of(run: ReportedRun) -> list[Check]:
 
 def need(name: str, figure: object) -> tuple[str, ...]:
     return () if figure else (name,)
+
+
+def model_and_length(run: ReportedRun) -> str:
+    """What the FLOPs of a token follow from, as far as it is not there."""
+    return "seq_len" if run.architecture and not run.seq_len else "model and seq_len"
 
 
 def missing_for_count(run: ReportedRun, stated_rate: bool) -> tuple[str, ...]:
@@ -76,7 +81,7 @@ def missing_for_mfu(run: ReportedRun, rate: bool, sizes: bool) -> tuple[str, ...
     if run.hardware_peak_tflops and run.achieved_tflops:
         return ()
     peak = run.hardware_peak_tflops or run.gpu_name
-    return (*missing_of(gpu=peak, tokens_per_s=rate), *need("model and seq_len, or flops_per_token", sizes))
+    return (*missing_of(gpu=peak, tokens_per_s=rate), *need(f"{model_and_length(run)}, or flops_per_token", sizes))
 
 
 def missing_of(**figures: object) -> Iterator[str]:

@@ -25,10 +25,13 @@ CODES = (
     "ranks_counted_twice",  # a global rate multiplied by the number of GPUs once more
     "ranks_disagree",  # cards, ranks and the ranks' clocks do not belong together
     "not_what_ran",  # settings or kernels other than the record says
-    "steps_miscounted",
+    "steps_miscounted",  # left out, listed twice, or called what they are not
+    "times_contradict",  # two records of one clock, or a part that is longer than the whole
+    "memory_beyond_the_card",
     "schedule_frozen",
     "gradients_absent",
     "loss_not_finite",
+    "loss_is_no_loss",  # negative, or the same in every step
     "token_ids_do_not_fit",
     "status_contradicts_steps",  # a run that went well without steps, or failed with measured ones
     "nothing_measured",
@@ -44,6 +47,9 @@ IMPOSSIBLE = {
     "resumed_tokens_counted",
     "ranks_counted_twice",
     "steps_miscounted",
+    "times_contradict",
+    "memory_beyond_the_card",
+    "loss_is_no_loss",
     "token_ids_do_not_fit",
     "status_contradicts_steps",
 }
@@ -55,7 +61,7 @@ class Finding:
     """One thing that is wrong with a run."""
 
     code: str  # of CODES
-    sentence: str  # what is wrong, and why
+    sentence: str  # what is wrong, and why; without its full stop
     confidence: float  # 0 … 1
     true_value: float | str | None = None
 
@@ -104,6 +110,11 @@ class RunVerdict:
     @property
     def impossible(self) -> bool:
         return any(finding.impossible for finding in self.findings)
+
+
+def sentence_of(error: Exception) -> str:
+    """The first line of a complaint, without its full stop."""
+    return str(error).splitlines()[0].removesuffix(".")
 
 
 def plural(unit: str) -> str:

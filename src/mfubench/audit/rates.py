@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mfubench.audit.counting import near
-from mfubench.audit.findings import Finding
+from mfubench.audit.findings import Finding, sentence_of
 from mfubench.audit.reported import ReportedRun
 from mfubench.config import ConfigError
 from mfubench.flops import CONVENTIONS, FlopTerms, count_parameters, flops_per_token
@@ -27,7 +27,7 @@ def known_peak(run: ReportedRun) -> tuple[Peak | None, list[Finding]]:
     try:
         return peak_for(run.gpu_name, run.dtype, run.tf32, run.precision.lower() == "fp8"), []
     except ConfigError as error:
-        return None, [Finding("peak_unknown", str(error).splitlines()[0], 0.99)]
+        return None, [Finding("peak_unknown", sentence_of(error), 0.99)]
 
 
 def check_peak(run: ReportedRun, peak: Peak) -> list[Finding]:
@@ -85,9 +85,11 @@ def check_mfu(run: ReportedRun, peak: Peak | None, rate: float | None, terms: Fl
         return []
     mfu = run.mfu_percent / 100
     if run.flops_per_token is None and terms is None and run.achieved_tflops is None:
-        sentence = (
-            "an MFU is stated without FLOPs a token, their convention or the model: it can be compared with nothing"
-        )
+        if run.architecture is not None:
+            lacking = f"with the model ({run.architecture.name}), but without seq_len, which its attention depends on"
+        else:
+            lacking = "without FLOPs a token, their convention or the model"
+        sentence = f"an MFU is stated {lacking}: it can be compared with nothing"
         return [Finding("flops_convention_unstated", sentence, 0.9)]
     if run.hardware_peak_tflops is not None:
         return check_mfu_of_stated_peak(run, peak, mfu, rate, terms)

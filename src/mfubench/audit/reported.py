@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import textwrap
 from collections.abc import Iterable
+from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -15,6 +16,7 @@ from mfubench.presets import load_model
 from mfubench.run_log import LARGEST, Count, Positive
 
 ALIASES = {"gpu": "gpu_name", "gpus": "num_gpus", "world_size": "num_gpus", "dtype": "precision", "mfu": "mfu_percent"}
+MOST_DIGITS = 25  # of a number that is looked at; 64 bits hold 19
 PRECISIONS = {
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16", "half"), "float16"),
@@ -98,7 +100,7 @@ class ReportedRun(BaseModel):
 
 def make_reported(values: dict[str, Any], where: str) -> ReportedRun:
     """Validate reported figures; `where` opens each complaint. Raises ConfigError for unknown keys and bad values."""
-    values = without_aliases(values, where)
+    values = without_aliases(percent_without_doubt(values, where), where)
     unknown = [key for key in values if key not in ReportedRun.model_fields]
     if unknown:
         near = difflib.get_close_matches(unknown[0], ReportedRun.model_fields, n=1)
@@ -129,6 +131,47 @@ def known_names() -> list[str]:
         for name in ReportedRun.model_fields
         if not name.startswith("step_")
     ]
+
+
+def percent_without_doubt(values: dict[str, Any], where: str) -> dict[str, Any]:
+    """The figures with MFUs as percentages, without their sign: 60.4% is 60.4.
+
+    `mfu_percent` says what it is. Of the name `mfu` a value up to 1 may be a fraction as well: raises ConfigError.
+    """
+    plain = dict(values)
+    for key in ("mfu", "mfu_percent"):
+        value = values.get(key)
+        if isinstance(value, str) and value.rstrip().endswith("%"):
+            plain[key] = value.rstrip()[:-1].rstrip()
+        elif key == "mfu" and (number := as_number(value)) is not None and 0 < number <= 1:
+            raise ConfigError(
+                f"{where}: mfu: found {value}; give mfu_percent={float(100 * number):.10g} (or mfu_percent={value} if "
+                "it is that low)"
+            )
+    return plain
+
+
+def as_number(value: Any) -> Decimal | None:
+    """A finite number, exactly as it is written; None for anything else."""
+    try:
+        number = Decimal(str(value))
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+def whole_number(text: str) -> int | str:
+    """A whole number that is written with a point or an exponent (1.36e9) as what it is; any other text as it was."""
+    number = as_number(text)
+    if number is None or not 0 <= number.adjusted() <= MOST_DIGITS or number != number.to_integral_value():
+        return text
+    return int(number)
+
+
+def is_whole(key: str) -> bool:
+    """Whether a figure is one whole number."""
+    field = ReportedRun.model_fields.get(ALIASES.get(key, key))
+    return field is not None and field.annotation in (int, int | None, Positive | None, Count | None)
 
 
 def without_aliases(values: dict[str, Any], where: str) -> dict[str, Any]:
@@ -166,7 +209,8 @@ def parse_figures(figures: Iterable[str]) -> ReportedRun:
         key, value = key.strip().replace("-", "_"), value.strip()
         if key in values:
             raise ConfigError(f"--reported: {key} is given twice, as {values[key]!r} and {value!r}; which is it?")
-        values[key] = value if key in ("gpu", "gpu_name") else value.replace(",", "")
+        plain = value if key in ("gpu", "gpu_name") else value.replace(",", "")
+        values[key] = whole_number(plain) if is_whole(key) else plain
     if not values:
         raise ConfigError("--reported: no figures given; write key=value, as in gpu='NVIDIA B200' num_gpus=8")
     return make_reported(values, "--reported")

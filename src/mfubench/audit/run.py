@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 
-from mfubench.audit import run_facts, run_numbers
+from mfubench.audit import run_clocks, run_facts, run_numbers, run_steps
 from mfubench.audit.counting import Count
-from mfubench.audit.findings import Finding, RunVerdict
+from mfubench.audit.findings import Finding, RunVerdict, sentence_of
 from mfubench.ceilings.schema import Ceilings
 from mfubench.config import ConfigError
 from mfubench.flops import flop_terms, flops_per_token, mfu
@@ -36,7 +36,9 @@ def judge_run(log: RunLog, source: str, ceilings: Ceilings | None) -> RunVerdict
     findings += run_facts.check_status(log)
     findings += run_facts.check_what_ran(log)
     findings += run_facts.check_ranks(log)
-    findings += run_facts.check_steps(log)
+    findings += run_facts.check_memory(log)
+    findings += run_clocks.check_clocks(log)
+    findings += run_steps.check_steps(log)
     findings += run_facts.check_schedule(log)
     findings += run_facts.check_learning(log)
     findings += run_facts.check_tokens_fit(log)
@@ -65,7 +67,7 @@ def peak_or_finding(log: RunLog, ceilings: Ceilings | None) -> tuple[Peak | None
     except ConfigError as error:
         if log.environment.device == "cpu":
             return None, []
-        return None, [Finding("peak_unknown", str(error).splitlines()[0], 0.99)]
+        return None, [Finding("peak_unknown", sentence_of(error), 0.99)]
 
 
 def true_rate(log: RunLog, count: Count | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Audit of a run JSON, its facts: what ran against what the record says, ranks, steps, schedule, gradients, tokens."""
+"""Audit of a run JSON, its facts: what ran against what the record says, ranks, memory, schedule, losses, tokens."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import math
 from collections import Counter
 
 from mfubench.audit.findings import Finding
-from mfubench.audit.run_numbers import own_steps
 from mfubench.host_load import contention_of_run
 from mfubench.kernel_families import families_of
 from mfubench.run_log import RunLog
 
 NO_FLOAT32 = ("fa2", "fa3", "fa4", "cudnn")
-RANK_SPREAD = 1.15  # slowest rank's measured time over rank 0's: all wait for each other in each step
 UINT16_IDS = 2**16
 
 
@@ -44,8 +42,11 @@ def check_machine(log: RunLog) -> list[Finding]:
 
 def check_what_ran(log: RunLog) -> list[Finding]:
     """The record of what was used against the configuration, the reasons given, and the kernels that were seen."""
-    findings = []
     config, used = log.config, log.used
+    findings = []
+    if log.name != config.name:
+        sentence = f"the run is called {log.name} and its configuration {config.name}: the record is of two runs"
+        findings.append(Finding("not_what_ran", sentence, 0.95))
     asked = {
         "attention": config.attention,
         "compile": config.compile,
@@ -53,6 +54,10 @@ def check_what_ran(log: RunLog) -> list[Finding]:
         "loss": config.loss,
         "parallelism": config.parallelism,
         "dtype": config.dtype,
+        "cuda_graphs": str(config.cuda_graphs).lower(),
+        "tf32": str(config.tf32).lower(),
+        "fp8": str(config.fp8).lower(),
+        **config.kernels.model_dump(),
     }
     for key, wanted in asked.items():
         if key in used and used[key].requested != wanted:
@@ -85,7 +90,7 @@ def check_kernels(log: RunLog) -> list[Finding]:
 
 
 def check_ranks(log: RunLog) -> list[Finding]:
-    """One record from each rank, one card for each, and clocks that agree."""
+    """One record from each rank, and one card for each."""
     world_size = log.config.world_size
     found = {"step times": len(log.rank_step_times_s), "memory peaks": len(log.memory)}
     if log.environment.device == "cuda":
@@ -100,45 +105,6 @@ def check_ranks(log: RunLog) -> list[Finding]:
     if shared:
         sentence = f"several ranks ran on the card {shared[0]}: they shared its time"
         return [Finding("ranks_disagree", sentence, 0.97)]
-    return check_rank_times(log)
-
-
-def check_rank_times(log: RunLog) -> list[Finding]:
-    measured = [position for position, step in enumerate(log.steps) if step.phase == "measured"]
-    if not measured:
-        return []
-    for rank, times in enumerate(log.rank_step_times_s):
-        if len(times) != len(log.steps):
-            sentence = f"rank {rank} has times of {len(times)} steps, the run {len(log.steps)}: they are not one run's"
-            return [Finding("ranks_disagree", sentence, 0.95, len(log.steps))]
-    totals = [sum(times[position] for position in measured) for times in log.rank_step_times_s]
-    stated = sum(log.steps[position].step_time_s for position in measured)
-    if not totals or stated <= 0 or max(totals) <= RANK_SPREAD * stated:
-        return []
-    slowest = totals.index(max(totals))
-    sentence = (
-        f"rank {slowest} took {max(totals):.4g} s for the measured steps, the log's clock says {stated:.4g} s: ranks "
-        "wait for each other, so the faster clock did not wait for the device"
-    )
-    return [Finding("ranks_disagree", sentence, 0.85, f"{max(totals) / len(measured):.4g} s a step")]
-
-
-def check_steps(log: RunLog) -> list[Finding]:
-    """As many steps as the configuration says, each once, in order."""
-    numbers = [step.step for step in log.steps]
-    repeated = [number for number, count in Counter(numbers).items() if count > 1]
-    if repeated:
-        tokens = log.config.tokens_per_step * len(set(numbers))
-        code = "resumed_tokens_counted" if log.resumes else "steps_miscounted"
-        sentence = f"step {repeated[0]} and {len(repeated) - 1} others are listed twice: their tokens count twice"
-        return [Finding(code, sentence, 0.97, f"{tokens:,} tokens")]
-    if numbers != sorted(numbers):
-        sentence = "the steps are not in order: records of several processes were mixed"
-        return [Finding("steps_miscounted", sentence, 0.95)]
-    done = len(own_steps(log)) + (log.resumes[-1].step if log.resumes else 0)
-    if done > log.config.max_iters and not log.config.evaluation.only:  # which does no step of those it tells of
-        sentence = f"{done} steps were done where max_iters is {log.config.max_iters}: more work than the run claims"
-        return [Finding("steps_miscounted", sentence, 0.95, log.config.max_iters)]
     return []
 
 
@@ -156,9 +122,23 @@ def check_schedule(log: RunLog) -> list[Finding]:
     return [Finding("schedule_frozen", sentence, 0.95)]
 
 
+def check_memory(log: RunLog) -> list[Finding]:
+    """What a rank reserved must fit into its card."""
+    cards = log.environment.gpus
+    for position, memory in enumerate(log.memory if len(log.memory) == len(cards) else ()):
+        reserved_gib, card_gib = memory.peak_reserved_gib, cards[position].memory_gib
+        if reserved_gib is not None and reserved_gib > card_gib:
+            sentence = (
+                f"rank {memory.rank} reserved {reserved_gib:.4g} GiB on a card of {card_gib:.4g}: it was another card, "
+                "or the peak is not this run's"
+            )
+            return [Finding("memory_beyond_the_card", sentence, 0.97, f"at most {card_gib:.4g} GiB")]
+    return []
+
+
 def check_learning(log: RunLog) -> list[Finding]:
-    """Losses are finite, gradients are there."""
-    findings = []
+    """Losses are finite and those of a training, gradients are there."""
+    findings = check_losses(log)
     if log.status == "ok":
         lost = [step.step for step in log.steps if step.loss is None or not math.isfinite(step.loss)]
         if lost:
@@ -186,6 +166,25 @@ def check_learning(log: RunLog) -> list[Finding]:
         )
         findings.append(Finding("gradients_absent", sentence, 0.93))
     return findings
+
+
+def check_losses(log: RunLog) -> list[Finding]:
+    """Cross-entropy is never negative, and other batches have another loss."""
+    losses = [step.loss for step in log.steps if step.loss is not None]
+    negative = [step for step in log.steps if step.loss is not None and step.loss < 0]
+    negative_evaluations = [one for one in log.evaluations if one.loss is not None and one.loss < 0]
+    if negative or negative_evaluations:
+        first = (negative or negative_evaluations)[0]
+        what = "step" if negative else "evaluation after step"
+        sentence = f"the loss of {what} {first.step} is {first.loss:.4g}: a cross-entropy is never negative"
+        return [Finding("loss_is_no_loss", sentence, 0.97)]
+    if len(losses) >= 5 and len(set(losses)) == 1:
+        sentence = (
+            f"the loss is exactly {losses[0]:.6g} in each of {len(losses)} steps: a constant was written down, or one "
+            "batch was read again and again by a model that does not learn"
+        )
+        return [Finding("loss_is_no_loss", sentence, 0.9)]
+    return []
 
 
 def check_tokens_fit(log: RunLog) -> list[Finding]:

@@ -14,7 +14,7 @@ from mfubench.audit.series import check_series
 from mfubench.ceilings.schema import Ceilings
 from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
 from mfubench.hardware import Peak
-from mfubench.run_log import Phase, RunLog, Step
+from mfubench.run_log import Phase, RunLog, Step, Wall
 
 MEASURED_MARGIN = 0.05  # over the fastest matmul measured on the card: cards of one kind differ by 2.5 %
 FASTEST_MARGIN = 1.5  # single steps: so many times above the limit
@@ -78,22 +78,32 @@ def check_wall(log: RunLog) -> list[Finding]:
     steps = own_steps(log)
     if log.wall is None or not steps:
         return []
-    findings = []
+    return [*check_wall_tokens(log, steps, log.wall), *check_time(log, steps)]
+
+
+def check_wall_tokens(log: RunLog, steps: list[Step], wall: Wall) -> list[Finding]:
+    """The tokens of a process are those of its steps. A step with tokens of its own is known by `count_tokens`."""
     counted = sum(step.tokens for step in steps)
-    stated = log.wall.training_tokens
-    if stated > counted:
-        earlier = log.resumes[-1].step if log.resumes else 0
-        why = (
-            f"the {earlier} steps before the resume are counted over the time after it"
-            if earlier
-            else "no step accounts for the rest"
+    usual = Counter(step.tokens for step in steps).most_common(1)[0][0]
+    stated = wall.training_tokens
+    if stated < min(counted, usual * len(steps)):
+        sentence = (
+            f"the run claims {stated:,} tokens, its steps have {counted:,}: steps were added to the record, or the "
+            "total is that of another run"
         )
-        sentence = f"the run claims {stated:,} tokens, its steps have {counted:,}: {why}"
-        rate = counted / log.wall.training_s if log.wall.training_s > 0 else None
-        value = f"{rate:,.0f} tokens/s over the training time" if rate else None
-        code = "resumed_tokens_counted" if earlier else "steps_miscounted"
-        findings.append(Finding(code, sentence, 0.97, value))
-    return findings + check_time(log, steps)
+        return [Finding("steps_miscounted", sentence, 0.95, f"{counted:,} tokens")]
+    if stated <= counted:
+        return []
+    earlier = log.resumes[-1].step if log.resumes else 0
+    why = (
+        f"the {earlier} steps before the resume are counted over the time after it"
+        if earlier
+        else "no step accounts for the rest"
+    )
+    sentence = f"the run claims {stated:,} tokens, its steps have {counted:,}: {why}"
+    value = f"{counted / wall.training_s:,.0f} tokens/s over the training time" if wall.training_s > 0 else None
+    code = "resumed_tokens_counted" if earlier else "steps_miscounted"
+    return [Finding(code, sentence, 0.97, value)]
 
 
 def check_time(log: RunLog, steps: list[Step]) -> list[Finding]:

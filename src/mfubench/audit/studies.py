@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mfubench.ceilings import read_ceilings
 from mfubench.ceilings.schema import Ceilings
-from mfubench.result_files import study_of
+from mfubench.result_files import read_json, study_of
 from mfubench.run_log import RunLog
 
 FoundRun = tuple[RunLog, Path]
@@ -20,6 +20,34 @@ def shown(path: Path) -> str:
     """A path as people call it: relative, where it lies below the current folder."""
     absolute = path.absolute()
     return os.path.relpath(absolute) if absolute.is_relative_to(Path.cwd()) else str(path)
+
+
+def without_left_over(runs: Sequence[FoundRun], given: Sequence[Path]) -> tuple[list[FoundRun], list[str]]:
+    """The runs without those found in a study's folder that its study.json does not declare (any more), and a note on
+    each study that has such; a file that was given itself stays. Raises ConfigError for a damaged study.json.
+    """
+    declared = {study: names_declared(study) for _, path in runs if (study := study_of(path)) is not None}
+    kept: list[FoundRun] = []
+    left_over: dict[Path, list[str]] = {}
+    for log, path in runs:
+        study = study_of(path)
+        names = declared[study] if study is not None else None
+        if study is not None and names is not None and log.name not in names and path not in given:
+            left_over.setdefault(study, []).append(log.name)
+        else:
+            kept.append((log, path))
+    notes = [
+        f"{shown(study)}: left alone, since its study no longer declares them: {', '.join(names)}"
+        for study, names in left_over.items()
+    ]
+    return kept, notes
+
+
+def names_declared(study: Path) -> set[str] | None:
+    """The cases of a study's study.json; None without one."""
+    file = study / "study.json"
+    values = read_json(file) if file.is_file() else None
+    return {*values.get("cases", ()), *values.get("skipped", ())} if isinstance(values, dict) else None
 
 
 def by_study(runs: Sequence[FoundRun], given: Sequence[Path]) -> list[list[FoundRun]]:
@@ -49,6 +77,26 @@ def named_apart(studies: Sequence[Sequence[FoundRun]]) -> list[list[FoundRun]]:
     return [[(called(log, path), path) for log, path in runs] for runs in studies]
 
 
+def ceilings_for(log: RunLog, path: Path, given: Ceilings | None) -> tuple[Ceilings | None, list[str]]:
+    """The ceilings to hold a run against, and notes on them: the given ones or, where there are none or they are of
+    another device than the one that ran, those of its study. Raises ConfigError for a damaged file.
+    """
+    if given is not None and are_of_device(given, log):
+        return given, []
+    nearby, note = nearby_ceilings(log, path)
+    notes = [note] if note else []
+    if given is not None:
+        notes.insert(0, f"the ceilings given are another device's ({given.device_name}) and were left alone")
+    return nearby, notes
+
+
+def are_of_device(ceilings: Ceilings, log: RunLog) -> bool:
+    """Whether ceilings are of what a run ran on."""
+    environment = log.environment
+    devices = {gpu.name for gpu in environment.gpus} or {environment.cpu}
+    return (ceilings.device, {ceilings.device_name}) == (environment.device, devices)
+
+
 def nearby_ceilings(log: RunLog, path: Path) -> tuple[Ceilings | None, str | None]:
     """The ceilings of a run's study (or of the folder that it lies in), and a note on the file. (None, None): no file.
 
@@ -60,9 +108,7 @@ def nearby_ceilings(log: RunLog, path: Path) -> tuple[Ceilings | None, str | Non
     if file is None:
         return None, None
     ceilings = read_once(file)
-    environment = log.environment
-    devices = {gpu.name for gpu in environment.gpus} or {environment.cpu}
-    if (ceilings.device, {ceilings.device_name}) != (environment.device, devices):
+    if not are_of_device(ceilings, log):
         note = f"ceilings of {shown(file)} are another device's ({ceilings.device_name}) and were left alone"
         return None, note
     return ceilings, f"ceilings of {shown(file)} were used, measured on {ceilings.device_name}"

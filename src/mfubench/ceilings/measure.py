@@ -130,8 +130,10 @@ def arithmetics_of(dtypes: list[str], device: torch.device) -> list[Arithmetic]:
         "float32": ("tf32", "fp32") if device.type == "cuda" else ("fp32",),
     }
     unknown = [dtype for dtype in dtypes if dtype not in by_dtype]
-    if unknown or not dtypes:
-        raise ConfigError(f"ceilings: dtypes {dtypes} must name one or more of {', '.join(by_dtype)}")
+    if not dtypes:
+        raise ConfigError("ceilings: there is no run to measure for; declare one under `experiments`")
+    if unknown:
+        raise ConfigError(f"ceilings: dtypes {dtypes} must be some of {', '.join(by_dtype)}")
     return list(dict.fromkeys(arithmetic for dtype in dtypes for arithmetic in by_dtype[dtype]))
 
 

@@ -10,12 +10,14 @@ import typer
 
 def plot(
     run: Annotated[Path, typer.Argument(help="A run JSON.")],
-    output: Annotated[Path | None, typer.Option(help="PNG to write; default: beside the run JSON.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="PNG to write, or a folder for it; default: beside the run JSON.")
+    ] = None,
 ) -> None:
     """Draw loss, step time, MFU or tokens/s, gradient norm and learning rate of one run as PNG."""
     from mfubench.run_log import read_run_log
-    from mfubench.run_plot import plot_run
+    from mfubench.run_plot import picture_path, plot_run
 
-    path = output or run.with_suffix(".png")
+    path = picture_path(run, output)
     plot_run(read_run_log(run), path)
     typer.echo(str(path))

@@ -20,6 +20,9 @@ def train(
         bool | None,
         typer.Option("--resume/--anew", help="Go on from the checkpoint that is there, or remove it and start anew."),
     ] = None,
+    start_from: Annotated[
+        Path | None, typer.Option(help="Of the run that `continues` names: the folder checkpoints/ in its work folder.")
+    ] = None,
     cards: Annotated[int | None, typer.Option(help="GPUs to take; default: world_size where there are GPUs.")] = None,
 ) -> None:
     """Train MODEL once: mfubench train llama2-tiny max_iters=50 micro_batch_size=8 model.num_hidden_layers=2"""
@@ -40,6 +43,11 @@ def train(
     }
     # `model` is a preset here: model.KEY=value changes one of its keys.
     run = build_run((defaults, parse_overrides(settings or [])), "mfubench train")
+    if (run.continues is None) != (start_from is None):
+        raise ConfigError(
+            "mfubench train: `continues` and --start-from go together: continues=STAGE/CASE is the other run's name, "
+            "--start-from the folder checkpoints/ in its work folder"
+        )
     work = work_by_hand(output)
     checkpoint = latest(work / "checkpoints")
     if resume is None and checkpoint is not None:
@@ -55,6 +63,8 @@ def train(
     arguments += ["--output", str(output), "--cards", str(cards)]
     if tokenizer is not None:
         arguments += ["--tokenizer", str(tokenizer)]
+    if start_from is not None:
+        arguments += ["--start-from", str(start_from)]
     arguments += ["--resume", "auto" if resume else "never"]
     code = main(arguments)
     if code == 0:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from mfubench.config import ConfigError, RunConfig, parse
 from mfubench.experiments import merge
 from mfubench.model.decoder import DTYPES
 from mfubench.model.hf import export_hf, import_hf
+from mfubench.model.new_folder import new_folder
 from mfubench.run_log import write_json, write_text_atomically
 from mfubench.train.checkpoint_files import SafeReader, damage_told
 from mfubench.train.checkpoint_folders import latest
@@ -100,7 +100,8 @@ def import_checkpoint(
 
     With `data` (folder of a prepared dataset, whose facts the checkpoint then holds) and written to
     WORK/checkpoints/step-000000, a run with the same model, dataset, seq_len and seed goes on from it; `settings` are
-    keys of RunConfig. Raises ConfigError for models that the decoder cannot express and where `out_dir` exists.
+    keys of RunConfig. Raises ConfigError for models that the decoder cannot express, and where `out_dir` exists or
+    cannot be written.
     """
     out_dir = Path(out_dir)
     if out_dir.exists():
@@ -120,13 +121,11 @@ def import_checkpoint(
         from mfubench.train.setup import open_data
 
         dataset = open_data(Path(data), config)[-1].model_dump(mode="json")
-    temporary = out_dir.with_name(f".writing-{out_dir.name}")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a process that was killed
-    with one_process():
-        dcp.save(initial_state(parameters), checkpoint_id=temporary, no_dist=True)
-    write_text_atomically(temporary / "config.json", config.to_json() + "\n")
-    write_json(temporary / "history.json", {"dataset": dataset}, indent=None)
-    temporary.rename(out_dir)
+    with new_folder(out_dir) as folder:
+        with one_process():
+            dcp.save(initial_state(parameters), checkpoint_id=folder, no_dist=True)
+        write_text_atomically(folder / "config.json", config.to_json() + "\n")
+        write_json(folder / "history.json", {"dataset": dataset}, indent=None)
     return config
 
 

@@ -7,8 +7,6 @@ theirs. What differs between the architectures' configuration files stands in `h
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,6 +29,7 @@ from mfubench.model.hf_config import (
     read_config_json,
 )
 from mfubench.model.loss import full_loss
+from mfubench.model.new_folder import new_folder
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -54,26 +53,19 @@ def export_hf(
 
     `state_dict` holds a Decoder's parameters by name; they are written in the dtype they have. The folder appears
     whole or not at all. Raises ConfigError where Hugging Face has no architecture for the model (which key), where
-    `out_dir` holds something already, or where parameters are missing.
+    `out_dir` holds something already or cannot be written, or where parameters are missing.
     """
     out_dir = Path(out_dir)
     layout = layout_of(architecture_of(model))
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise ConfigError(f"{out_dir}: exists already; remove it or name another folder")
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
-    try:
-        save_file(split_parameters(state_dict, model, layout), temporary / "model.safetensors", {"format": "pt"})
-        end_of_text = None
-        if tokenizer_dir is not None:
-            end_of_text = copy_tokenizer(Path(tokenizer_dir), temporary)
-        config = config_json(model, end_of_text)
-        (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        temporary.chmod(0o755)  # mkdtemp's folder is for its owner alone
-        temporary.replace(out_dir)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    tensors = split_parameters(state_dict, model, layout)
+    with new_folder(out_dir) as folder:
+        end_of_text = copy_tokenizer(Path(tokenizer_dir), folder) if tokenizer_dir is not None else None
+        config = folder / "config.json"
+        config.write_text(json.dumps(config_json(model, end_of_text), indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        (folder / "model.safetensors").chmod(config.stat().st_mode)  # safetensors writes for the owner alone
 
 
 def import_hf(directory: Path | str) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -179,6 +171,6 @@ def copy_tokenizer(tokenizer_dir: Path, out_dir: Path) -> int | None:
         raise ConfigError(f"{tokenizer_dir}: holds no tokenizer.json")
     for name in TOKENIZER_FILES:
         if (tokenizer_dir / name).is_file():
-            shutil.copyfile(tokenizer_dir / name, out_dir / name)
+            (out_dir / name).write_bytes((tokenizer_dir / name).read_bytes())
     meta = tokenizer_dir / "meta.json"
     return json.loads(meta.read_text(encoding="utf-8"))["eos_id"] if meta.is_file() else None

@@ -21,7 +21,7 @@ from mfubench.hardware import measured_cpu_peak, peak_for
 from mfubench.machine import describe_cards
 from mfubench.run_log import read_run_log, read_steps, try_writing, write_json, write_run_log
 from mfubench.slurm import STEP
-from mfubench.stop_signals import on_stop
+from mfubench.stop_signals import STOPPED, on_stop
 from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
 from mfubench.train.checkpoint_folders import latest, print_way_on
 from mfubench.train.failures import (
@@ -38,7 +38,6 @@ from mfubench.train.progress import Display, describe_end
 from mfubench.train.ranks import Ranks, node_rank, threads_of_a_rank
 from mfubench.train.watchdog import read_timeout_s
 
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
 WORKER = ("-m", "mfubench.train.worker")
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MFUBENCH_LAUNCHER")
 
@@ -146,8 +145,7 @@ def conclude(config: RunConfig, paths: Paths, earlier: tuple[int, int] | None) -
             print(line, file=sys.stderr)
         return 0
     if paths.stopped.exists():
-        print("stopped on request", file=sys.stderr)
-        print_way_on(paths.checkpoints)
+        print("stopped on request", file=sys.stderr)  # how it goes on is for who asked for the run to say
         return STOPPED
     failures = read_failures(paths.work)
     if failures and failures[0].kind == "oom" and paths.partial.exists():

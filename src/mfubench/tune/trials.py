@@ -22,7 +22,7 @@ from mfubench.job import cards_for_job
 from mfubench.lease import visible_cards
 from mfubench.machine import IDENTITY, describe_machine
 from mfubench.memory import estimate_memory
-from mfubench.run_log import RunLog, read_run_log, read_steps, write_json
+from mfubench.run_log import RunLog, read_run_log, read_steps, try_writing, write_json
 from mfubench.step_model import resolve_auto
 from mfubench.training_job import start_training
 from mfubench.tune.search import LARGEST_MICRO_BATCH, BudgetSpent, Search, Setting, Space, Trial
@@ -65,8 +65,10 @@ class Outcome:
 
 
 def tune(request: Request, say: Callable[[str], None] = print) -> Outcome:
-    """Search within the budget. Raises ConfigError for a request that cannot be met."""
+    """Search within the budget. Raises ConfigError for a request that cannot be met, OSError where nothing can be
+    written."""
     check_request(request)
+    try_writing(request.folder)  # before the trials, each of which would fail by itself
     start = time.monotonic()
     capacity_gib = request.memory_gib or free_memory_gib(request)
     usable_gib = capacity_gib * (1 - request.margin)
@@ -106,6 +108,8 @@ def check_request(request: Request) -> None:
         if key in request.overrides:
             instead = "--gpus" if key == "world_size" else "--parallelism, --checkpointing or --global-batch-size"
             raise ConfigError(f"mfubench tune: {key} is what is tuned; leave it out, or narrow the search by {instead}")
+    if "continues" in request.overrides:
+        raise ConfigError("mfubench tune: continues: leave it out; trials start anew")
     if request.global_batch_size is not None and request.global_batch_size % request.gpus:
         raise ConfigError(
             f"--global-batch-size {request.global_batch_size} is not a multiple of {request.gpus} GPUs: "
