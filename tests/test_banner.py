@@ -89,5 +89,5 @@ def test_flops_with_overrides() -> None:
 
 def test_flops_for_people() -> None:
     text = run("qwen3-1.8b")
-    for part in ("1,830,395,904", "12.1903", "10.3227", "9.7187", "attention/FFN 0.56", "52.7%"):
+    for part in ("1,830,395,904", "12,190.3", "10,322.7", "9,718.7", "attention/FFN 0.56", "52.7%"):
         assert part in text

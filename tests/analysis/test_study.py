@@ -102,9 +102,12 @@ def test_results_that_the_study_no_longer_declares_are_left_aside_and_named(chan
     ]
 
 
-def test_a_study_without_runs_is_for_partial_only(changed_study: Path):
+def test_a_study_without_any_result_is_for_partial_only(changed_study: Path):
+    """One of nothing but a memory search has a report all the same."""
     for path in (changed_study / "runs").glob("*/*.json"):
         path.unlink()
+    assert list(load_study(changed_study).limits) == ["memory/5.1-limit"]
+    (changed_study / "memory" / "5.1-limit.json").unlink()
     with pytest.raises(ConfigError, match="--partial"):
         load_study(changed_study)
     assert load_study(changed_study, partial=True).runs == {}
