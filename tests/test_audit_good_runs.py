@@ -14,7 +14,7 @@ from mfubench.audit import audit_logs, audit_main, audit_paths, audit_run
 from mfubench.audit.counting import count_micro_batches
 from mfubench.audit.main import check
 from mfubench.ceilings import Ceilings
-from mfubench.config import EvaluationConfig
+from mfubench.config import ConfigError, EvaluationConfig
 from mfubench.flops import executed_flops_per_token, flop_terms, flops_per_token
 from mfubench.measured_runs import REFERENCE
 from mfubench.run_log import Resume, RunLog, write_json, write_run_log
@@ -266,3 +266,14 @@ def test_runs_that_their_study_no_longer_declares_are_left_alone_unless_they_are
     assert [run.name for run in report.runs] == ["tiers/tier1"]
     assert any("no longer declares them: tiers/tier2" in note for note in report.notes)
     assert [run.name for run in audit_paths([tmp_path / "runs" / "tiers" / "tier2.json"]).runs] == ["tiers/tier2"]
+    (tmp_path / "runs" / "tiers" / "tier1.json").unlink()
+    with pytest.raises(ConfigError, match="no longer declares them: tiers/tier2; there is no other run"):
+        audit_paths([tmp_path])
+
+
+def test_an_out_of_memory_after_steps_has_the_record_of_one_process() -> None:
+    """Nothing was gathered from the ranks: no times of theirs, no peaks, or those up to the last resume."""
+    log = make_run_log(world_size=2)
+    lost = {"status": "oom", "reason": "CUDA out of memory", "memory": [], "wall": None}
+    for times in ([], [times[:7] for times in log.rank_step_times_s]):
+        assert audit_run(log.model_copy(update={**lost, "rank_step_times_s": times})) == []

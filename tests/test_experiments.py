@@ -184,7 +184,7 @@ def test_bad_input_is_told_with_file_key_and_way_out(change, message):
     [
         ("baseline", {"max_iters": 3}, "max_iters: found 3, which leaves no step to measure after the first one"),
         ("tiers", {"max_iters": 4, "measurement": {"warmup_steps": 3}}, "raise it to 5 or more"),
-        ("scaling", {"measurement": {"adaptive": True}}, "measurement.min_steps: found 20, but max_iters is 14"),
+        ("scaling", {"measurement": {"adaptive": True}}, "min_steps: found 20, but max_iters 14 leaves 11 to measure"),
         ("baseline", {"evaluation": {"only": True}}, "evaluation.only: needs `continues`"),
         ("training", {"evaluation": {"only": True}}, "evaluation.only: needs `continues`"),
     ],

@@ -1,4 +1,4 @@
-"""What the trainer decides by rule, decided here for it and for whoever predicts it. No torch."""
+"""What the trainer decides by rule, decided here for it and for whoever predicts it, with their units. No torch."""
 
 from __future__ import annotations
 

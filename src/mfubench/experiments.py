@@ -237,7 +237,7 @@ def check_base(overrides: Overrides, where: str) -> None:
         if key in ("name", "repeat"):
             raise ConfigError(f"{where}.{key}: cannot be set; case names are keys, repeats the stage's `repeats`")
         # global_batch_size may be stated; whether it is right depends on the case
-        if key not in {*RunConfig.model_fields, *MemorySearch.model_fields, "global_batch_size"}:
+        if key not in {*RunConfig.model_fields, *MemorySearch.model_fields, "global_batch_size"} - {"run"}:
             fault = {"type": "extra_forbidden", "loc": (key,), "input": value, "msg": ""}
             raise ConfigError(explain(fault, where, RunConfig))
     if isinstance(base.get("model"), str):
@@ -454,10 +454,12 @@ def check_lengths(runs: dict[str, RunConfig], source: str) -> None:
                 f"{f'the {done} that are done, ' if done else ''}the first one and measurement.warmup_steps "
                 f"{measurement.warmup_steps}; raise it to {done + measurement.warmup_steps + 2} or more"
             )
-        if measurement.adaptive and measurement.min_steps > run.max_iters:
+        most = run.max_iters - done - 1 - measurement.warmup_steps
+        if measurement.adaptive and measurement.min_steps > most:
             raise ConfigError(
-                f"{source}: {name}: measurement.min_steps: found {measurement.min_steps}, but max_iters is "
-                f"{run.max_iters}; lower min_steps, raise max_iters, or set measurement.adaptive: false"
+                f"{source}: {name}: measurement.min_steps: found {measurement.min_steps}, but max_iters "
+                f"{run.max_iters} leaves {most} to measure; lower min_steps, raise max_iters, or set "
+                "measurement.adaptive: false"
             )
 
 

@@ -116,18 +116,26 @@ def lock_free_cards(cards: list[str]) -> dict[str, int | None]:
             "(chmod 1777) and the locks in it for reading, or set MFUBENCH_LEASES to another folder, the same one for "
             "all users of this machine"
         ) from None
+    except OSError as error:
+        release(held, keep=[])
+        raise ConfigError(
+            f"{error.filename or folder}: the cards cannot be locked there ({error.strerror}). Set MFUBENCH_LEASES to "
+            "another folder, on a disk of this machine, the same one for all of its users"
+        ) from None
     return held
 
 
 def open_lock(path: Path) -> int:
-    """File descriptor of a lock file, made where it is missing. It may be another user's: reading it is enough."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.open(path, os.O_RDONLY)
+    """File descriptor of a lock file, made where it is missing.
+
+    Of another user's it is opened for reading, which is enough to lock it but on NFS, where that wants one for writing.
+    """
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:  # made by somebody else in the meantime
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except PermissionError:
         return os.open(path, os.O_RDONLY)
-    os.fchmod(handle, 0o644)  # whatever the umask: other users lock it too
+    if os.fstat(handle).st_uid == os.geteuid():
+        os.fchmod(handle, 0o644)  # whatever the umask: other users lock it too
     return handle
 
 

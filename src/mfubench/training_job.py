@@ -83,6 +83,6 @@ def start_training(
         command += ["--ceilings", str(ceilings)]
     if start_from is not None:
         command += ["--start-from", str(start_from)]
-    # own session: a terminal's Ctrl-C reaches this process alone, which hands it on once; twice means "at once"
+    # own session: a terminal's Ctrl-C reaches this process alone, which hands it on once
     environment = os.environ | {JOB: str(os.getpid())}
     return run_handing_on(command, patience_s=patience_s, env=environment, start_new_session=True)

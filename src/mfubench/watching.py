@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -42,8 +43,8 @@ class View:
     held_out_loss: float | None = None  # of the last evaluation, once the run has ended
 
 
-def watch_run(path: Path, *, once: bool, interval_s: float, until: Callable[[], bool] = lambda: False) -> None:
-    """Show a run until it ends, or `until` says so. Raises ConfigError where there is none."""
+def watch_run(path: Path, *, once: bool, interval_s: float, until: Callable[[], object] = lambda: None) -> None:
+    """Show a run until it ends, or `until` says so (by anything true). Raises ConfigError where there is none."""
     console = Console()
     view = look(path)
     if once or view.finished:
@@ -64,20 +65,26 @@ def follow_study(folder: Path, *, interval_s: float) -> None:
 
     Raises ConfigError where there is none yet, in the end KeyboardInterrupt.
     """
-    shown = None
+    work: Path | None = newest_run(folder)
+    shown = 0.0
     while True:
+        if work is not None:
+            began = modified_at(work / "partial.json")
+            # one that was killed never ends: it is over once another begins
+            superseded = functools.partial(begun_after, folder, began, but=work)
+            watch_run(work, once=False, interval_s=interval_s, until=superseded)
+            shown = max(began, modified_at(work / "partial.json"))
+        time.sleep(interval_s)
+        work = begun_after(folder, shown)
+
+
+def begun_after(folder: Path, moment: float, but: Path | None = None) -> Path | None:
+    """The work folder of the newest run below a folder, where it began after a moment and is not `but`."""
+    try:
         work = newest_run(folder)
-        attempt = (work, modified_at(work / "partial.json"))
-        if attempt == shown:
-            time.sleep(interval_s)
-            continue
-
-        def superseded(work: Path = work) -> bool:
-            """One that was killed never ends: it is over once another begins."""
-            return newest_run(folder) != work
-
-        watch_run(work, once=False, interval_s=interval_s, until=superseded)
-        shown = attempt
+    except ConfigError:  # the only one is made anew: its files are gone for a moment
+        return None
+    return work if work != but and modified_at(work / "partial.json") > moment else None
 
 
 def look(path: Path) -> View:

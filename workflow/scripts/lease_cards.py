@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from signal import SIGINT
 
 from mfubench.config import ConfigError
 from mfubench.job import add_card_arguments, cards_for_job
@@ -15,6 +16,7 @@ if __name__ == "__main__":
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     try:
         with cards_for_job(arguments):
-            sys.exit(run_handing_on(command))  # the cards are given back once the command has ended
+            # the cards are given back once the command has ended; a terminal's Ctrl-C reaches it by itself
+            sys.exit(run_handing_on(command, lambda process, number: number != SIGINT and process.send_signal(number)))
     except (ConfigError, TimeoutError) as error:
         sys.exit(f"error: {error}")

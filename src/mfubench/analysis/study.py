@@ -145,6 +145,11 @@ def load_study(folder: Path | str, partial: bool = False) -> Study:
         failures={name: failure for name, failure in failures.items() if name not in runs and name not in limits},
         left_over=left_over,
     )
+    if left_over and not study.runs and not study.limits:
+        raise ConfigError(
+            f"{folder}: holds no result of a case that its study declares, only of others: {', '.join(left_over)}; run "
+            "`snakemake --cores all`"
+        )
     if not study.runs and not study.limits and not partial:
         raise ConfigError(
             f"{folder}: holds no runs yet; run `snakemake --cores all`, or look at what there is with "
@@ -156,8 +161,13 @@ def load_study(folder: Path | str, partial: bool = False) -> Study:
 
 def undeclared(declared: StudyFile, names: list[str]) -> list[str]:
     """Those of the names that are no case and no search of the study."""
-    known = declared.cases.keys() | declared.searches.keys() | declared.skipped.keys()
+    known = names_of(declared)
     return [name for name in names if name not in known]
+
+
+def names_of(declared: StudyFile) -> set[str]:
+    """All cases and searches of a study, those too that it leaves out on its machine."""
+    return {*declared.cases, *declared.searches, *declared.skipped}
 
 
 def read_runs(folder: Path) -> Iterator[tuple[str, RunLog]]:

@@ -19,6 +19,7 @@ from mfubench.audit.run import audit_run, judge_run
 from mfubench.audit.studies import by_study, ceilings_for, named_apart, without_left_over
 from mfubench.audit.study import audit_study, group_of, is_compared, weak_scaling
 from mfubench.ceilings import Ceilings
+from mfubench.config import ConfigError
 from mfubench.run_log import RunLog
 
 __all__ = [
@@ -58,6 +59,8 @@ def audit_paths(paths: Sequence[Path | str], ceilings: Ceilings | None = None) -
             verdicts += reported
     scaling = weak_scaling(verdicts)
     runs, left_alone = without_left_over(runs, given)
+    if left_alone and not runs and not verdicts:
+        raise ConfigError(f"audit: {left_alone[0]}; there is no other run")
     notes = dict.fromkeys(left_alone)  # each once, in order
     studies = by_study(runs, given)
     for study, named in zip(studies, named_apart(studies), strict=True):

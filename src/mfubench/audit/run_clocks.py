@@ -20,7 +20,7 @@ def check_clocks(log: RunLog) -> list[Finding]:
 def check_rank_times(log: RunLog) -> list[Finding]:
     """Each rank has a time of each step, and they agree."""
     measured = [position for position, step in enumerate(log.steps) if step.phase == "measured"]
-    if not measured or len(log.rank_step_times_s) != log.config.world_size:
+    if not measured or len(log.rank_step_times_s) != log.config.world_size or log.status == "oom":
         return []
     for rank, times in enumerate(log.rank_step_times_s):
         if len(times) != len(log.steps):

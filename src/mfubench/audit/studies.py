@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from mfubench.analysis.study import StudyFile, names_of, read_as
 from mfubench.ceilings import read_ceilings
 from mfubench.ceilings.schema import Ceilings
-from mfubench.result_files import read_json, study_of
+from mfubench.result_files import study_of
 from mfubench.run_log import RunLog
 
 FoundRun = tuple[RunLog, Path]
@@ -46,8 +47,7 @@ def without_left_over(runs: Sequence[FoundRun], given: Sequence[Path]) -> tuple[
 def names_declared(study: Path) -> set[str] | None:
     """The cases of a study's study.json; None without one."""
     file = study / "study.json"
-    values = read_json(file) if file.is_file() else None
-    return {*values.get("cases", ()), *values.get("skipped", ())} if isinstance(values, dict) else None
+    return names_of(read_as(StudyFile, file)) if file.is_file() else None
 
 
 def by_study(runs: Sequence[FoundRun], given: Sequence[Path]) -> list[list[FoundRun]]:
