@@ -189,6 +189,8 @@ def test_cross_entropy(device: str, dtype: torch.dtype, form: str, accumulating:
     """The losses with the kernel inside: value, gradient of hidden states and of the head, which adds up in float32."""
     if (device, accumulating, dtype) == ("cpu", True, torch.bfloat16):
         pytest.skip("a CPU rounds the products that it adds up")
+    if (form, accumulating, dtype) == ("chunked", True, torch.float16):
+        pytest.skip("refused, since float16's loss is scaled later")
     hidden, weight = draw(device, dtype, (7, 16), (vocabulary, 16))
     labels = (torch.arange(7, device=device) * 5) % vocabulary
     exact = [x.float().clone().requires_grad_() for x in (hidden, weight)]
