@@ -63,8 +63,7 @@ def evaluate_all(presets: Iterable[tuple[str, float]], plan: PlanConfig) -> list
 
 def draw_plan(plan: PlanConfig, compared: Sequence[Design], isoflops: Path, loss_surface: Path, dark: bool) -> None:
     """The two figures of a plan, with the given designs as points."""
-    from mfubench.analysis.figures.style import DARK, LIGHT
-    from mfubench.picture import write_png
+    from mfubench.analysis.figures.style import DARK, LIGHT, write_png
     from mfubench.planner_figures import draw_isoflops, draw_loss_surface
 
     for path, draw in ((isoflops, draw_isoflops), (loss_surface, draw_loss_surface)):

@@ -10,9 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from mfubench.analysis.figures.style import DPI, LIGHT, Theme, plain_axes, shade_unmeasured, titled_figure
+from mfubench.analysis.figures.style import DPI, LIGHT, Theme, plain_axes, shade_unmeasured, titled_figure, write_png
 from mfubench.config import ConfigError
-from mfubench.picture import write_png
 from mfubench.run_log import RunLog
 from mfubench.train.progress import palm_mfu_of
 

@@ -156,6 +156,7 @@ def write_gpu_study(folder: Path, speed: float = 1.0, gpu_name: str = "NVIDIA H1
 
 
 def write_memory_search(folder: Path) -> None:
+    """A search of ten trials; a study that is written already declares it from now on."""
     run = make_run_config(name="memory/5.1-limit", world_size=8, parallelism="ddp", max_iters=20)
     search = {"run": json.loads(run.to_json()), "candidates": [16, 24, 32], "bisect": True, "comfort_fraction": 0.85}
     trials = []
@@ -178,6 +179,8 @@ def write_memory_search(folder: Path) -> None:
         {"name": "memory/5.1-limit", "search": search, "memory_gib": 79.2, "trials": trials,
          "largest": 30, "largest_is_exact": True, "largest_comfortable": 20},
     )  # fmt: skip
+    if (folder / "study.json").exists():
+        declare(folder, "memory/5.1-limit", kind="searches")
 
 
 def write_ceilings(folder: Path, device: str, device_name: str, rates: dict[str, float]) -> None:

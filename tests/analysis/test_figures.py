@@ -339,7 +339,6 @@ def test_numbers_of_micro_batches_stand_clear_of_the_line(cpu_study: Path, tmp_p
     """A slow trial among faster ones: the line runs above its point on both sides."""
     study = Path(shutil.copytree(cpu_study, tmp_path / "study"))
     write_memory_search(study)
-    declare(study, "memory/5.1-limit", kind="searches")
     path = study / "memory" / "5.1-limit.json"
     limit = json.loads(path.read_text())
     for trial in limit["trials"]:
@@ -414,7 +413,6 @@ def test_an_interval_of_an_efficiency_that_goes_beyond_the_axis_has_an_arrow(cpu
 def test_a_single_micro_batch_size_is_told_in_words(cpu_study: Path, tmp_path: Path):
     study = Path(shutil.copytree(cpu_study, tmp_path / "study"))
     write_memory_search(study)
-    declare(study, "memory/5.1-limit", kind="searches")
     path = study / "memory" / "5.1-limit.json"
     limit = json.loads(path.read_text())
     limit["trials"] = [trial for trial in limit["trials"] if trial["micro_batch_size"] in (4, 32)]

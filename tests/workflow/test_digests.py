@@ -72,7 +72,6 @@ DATASET = {
 SHARED = "of figures of runs, which share style.py"
 PLANS = {
     **LEFT_OUT,
-    "picture.py": "writes what was drawn",
     "analysis/findings.py": SHARED,
     "analysis/measures.py": SHARED,
     "analysis/units.py": SHARED,

@@ -27,7 +27,8 @@ def without_left_over(runs: Sequence[FoundRun], given: Sequence[Path]) -> tuple[
     """The runs without those found in a study's folder that its study.json does not declare (any more), and a note on
     each study that has such; a file that was given itself stays. Raises ConfigError for a damaged study.json.
     """
-    declared = {study: names_declared(study) for _, path in runs if (study := study_of(path)) is not None}
+    studies = {study for _, path in runs if (study := study_of(path)) is not None}
+    declared = {study: names_declared(study) for study in studies}
     kept: list[FoundRun] = []
     left_over: dict[Path, list[str]] = {}
     for log, path in runs:

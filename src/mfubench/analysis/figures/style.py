@@ -222,10 +222,19 @@ def shade_unmeasured(axes: Axes, steps: Sequence[Step], **look: Any) -> None:
 
 def png(draw: Draw, found: Findings, theme: Theme) -> bytes:
     with theme.applied():
-        figure = draw(found, theme)
-        stream = io.BytesIO()
-        figure.savefig(stream, format="png", metadata={"Software": "mfubench"})
+        return png_bytes(draw(found, theme))
+
+
+def png_bytes(figure: Figure, dpi: float | None = None) -> bytes:
+    """A figure as a PNG; dpi: dots an inch, by default the figure's own."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png", dpi=dpi or "figure", metadata={"Software": "mfubench"})
     return stream.getvalue()
+
+
+def write_png(figure: Figure, path: Path, dpi: float | None = None) -> None:
+    """Write a figure as a PNG that is whole or not there."""
+    write_bytes_atomically(path, png_bytes(figure, dpi))
 
 
 def run_plot(draw: Draw, description: str, argv: Sequence[str] | None) -> int:
