@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mfubench.config import ConfigError, ModelConfig, OptimizerConfig
+from mfubench.decisions import CHUNK_BYTES
 from mfubench.model.loss import chunk_size
 from mfubench.model.operations import PLAIN, load_fused, not_in, trial
 from mfubench.presets import load_model
@@ -136,11 +137,11 @@ def row(
 def compare_cross_entropy(
     model: ModelConfig, tokens: int, device: torch.device, clock: Clock, copy_rate: float
 ) -> Iterator[dict[str, Any]]:
-    """Loss of bfloat16 logits, at most 1 GiB of them, and its gradient, which takes their place."""
+    """Loss of bfloat16 logits, at most 2 GiB of them, and its gradient, which takes their place."""
     from mfubench.model.fused.cross_entropy import cross_entropy_backward, cross_entropy_forward
 
     vocabulary = model.vocab_size
-    tokens = min(tokens, chunk_size(tokens, 2 * vocabulary))
+    tokens = min(tokens, chunk_size(tokens, 2 * vocabulary, CHUNK_BYTES))
     logits = torch.randn(tokens, vocabulary, device=device).bfloat16()
     labels = torch.randint(vocabulary, (tokens,), device=device)
     backend = "inductor" if device.type == "cuda" else "aot_eager"

@@ -25,7 +25,7 @@ from benchmarks.meter import Meter
 from benchmarks.quack_kernels import Quack, Results, Variant, forget, load_quack
 from benchmarks.runner import OutOfTime, deadline_after, errors_in_one_line
 from mfubench.config import ConfigError, ModelConfig
-from mfubench.decisions import ROW_MULTIPLE
+from mfubench.decisions import CHUNK_BYTES, ROW_MULTIPLE
 from mfubench.model.components import swiglu as plain_swiglu
 from mfubench.model.loss import chunk_size
 from mfubench.model.weight_gradient import add_product
@@ -140,7 +140,7 @@ def linear_layers(model: ModelConfig, tokens: int) -> dict[str, tuple[int, int, 
         "output": (tokens, queries, hidden),
         up: (tokens, hidden, outputs),
         "down": (tokens, width, hidden),
-        "head": (min(tokens, chunk_size(tokens, 2 * vocabulary)), hidden, vocabulary),
+        "head": (min(tokens, chunk_size(tokens, 2 * vocabulary, CHUNK_BYTES)), hidden, vocabulary),
     }
 
 

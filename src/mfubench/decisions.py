@@ -11,13 +11,18 @@ ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FSDP_KEPT_FRACTION = 0.4  # of the card's memory: fsdp keeps whole weights and gradients within a step up to this
 # From this vocabulary on `loss: auto` never holds all logits; why, stands in mfubench.model.loss.
 LARGE_VOCABULARY = 65_536
-# Logits held at once by a chunked loss, in bytes: large, since every chunk adds a pass over its weight's float32
-# gradient.
-CHUNK_BYTES = 2**30
+# Logits and their gradient held at once by a chunked loss, in bytes: large, since every chunk adds a pass over its
+# weight's float32 gradient.
+CHUNK_BYTES = 2**31
 # Rows of the head's weight are padded to a multiple of this on CUDA where the vocabulary is not one of 8 (GPT-2's
 # 50,257): tensor cores want rows of whole 16-byte pieces, and logits of odd width run several times slower. Of its
 # gradient, which has no padding, as many rows make one product.
 ROW_MULTIPLE = 64
+
+
+def chunk_bytes(own_kernel: bool) -> int:
+    """Bytes of logits in a chunk: the own kernel puts their gradient in their place, any other form beside them."""
+    return CHUNK_BYTES if own_kernel else CHUNK_BYTES // 2
 
 
 def fsdp_keeps_weights(config: RunConfig, parameters: Any, capacity_gib: float) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mfubench.config import ModelConfig, RunConfig
-from mfubench.decisions import CHUNK_BYTES, ELEMENT_BYTES, GIB, ROW_MULTIPLE, fsdp_keeps_weights, head_accumulates
+from mfubench.decisions import ELEMENT_BYTES, GIB, ROW_MULTIPLE, chunk_bytes, fsdp_keeps_weights, head_accumulates
 from mfubench.flops import count_parameters
 
 
@@ -181,8 +181,8 @@ def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
 
     chunked and fused make the gradients in the forward pass: the weight's, a float32 sum over the chunks (chunked: the
     main gradient itself, where matmuls accumulate), and that of the hidden states. Beside them stand a chunk's logits
-    or, afterwards, the gradients as they are handed on. The last chunk's tensors are held until the next one's take
-    their place. fused (liger-kernel) takes chunks of about hidden / vocabulary of the tokens.
+    or, afterwards, the gradients as they are handed on. fused (liger-kernel) takes chunks of about hidden / vocabulary
+    of the tokens.
     """
     element = ELEMENT_BYTES[config.dtype]
     tokens, vocab_size = config.micro_batch_size * config.seq_len, model.vocab_size
@@ -203,9 +203,9 @@ def logit_bytes(config: RunConfig, model: ModelConfig) -> Any:
         rows = 2 ** np.ceil(np.log2(np.ceil(tokens / np.ceil(vocab_size / model.hidden_size))))
         chunk = element * np.minimum(rows, tokens) * vocab_size
         return 4 * head + hidden_gradient + np.maximum(chunk, element * head)
-    chunks = np.ceil(logits / CHUNK_BYTES)
+    chunks = np.ceil(logits / chunk_bytes(own))
     # logits, their gradient; without a compiler three float32 copies on the way to it
-    copies = (1 if own else 2 if config.compile != "none" else 1 + 3 * 4 / element) + np.minimum(chunks - 1, 1)
+    copies = 1 if own else 2 if config.compile != "none" else 1 + 3 * 4 / element
     summed = 0 if accumulates else 4 * head
     return summed + hidden_gradient + aligned + np.maximum(copies * logits / chunks, handed_on + hidden_gradient)
 

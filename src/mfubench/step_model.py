@@ -14,9 +14,9 @@ from statistics import NormalDist
 from mfubench.card_rates import Rates, generation, tile_share
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.decisions import (
-    CHUNK_BYTES,
     ELEMENT_BYTES,
     LARGE_VOCABULARY,
+    chunk_bytes,
     fsdp_keeps_weights,
     fsdp_without_sum,
     head_accumulates,
@@ -246,7 +246,7 @@ def chunk_sum_bytes(config: RunConfig) -> float:
         return 0.0
     vocab_size = config.model.vocab_size
     logits = config.micro_batch_size * config.seq_len * ELEMENT_BYTES[config.dtype] * vocab_size
-    further = math.ceil(logits / CHUNK_BYTES) - 1
+    further = math.ceil(logits / chunk_bytes("loss" in own_groups(config))) - 1
     first = 0 if head_accumulates(config) else 1
     return float(vocab_size * config.model.hidden_size * (2 * further + first) * GRADIENT_BYTES)
 

@@ -279,7 +279,17 @@ def test_quartiles_and_efficiency():
     assert scaling.overlap(together) == pytest.approx(0.9)
 
 
-def test_scaling_compares_with_the_same_cards_alone(tmp_path):
+def drawn(monkeypatch: pytest.MonkeyPatch, draw: Callable[[Path], None]) -> Figure:
+    """The figure that `draw` saves, before it is saved."""
+    saved: list[Figure] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+        draw(Path("unsaved.png"))
+    (figure,) = saved
+    return figure
+
+
+def test_scaling_compares_with_the_same_cards_alone(tmp_path, monkeypatch):
     known = {("mfubench", 8): record_at(1000.0), ("torchtitan", 8): Record("missing", reason="not installed")}
     runner = FakeRunner(make_plan(tmp_path), known)
     setting = scaling.Setting("llama2-1.36b", 2048, 4, 2, 8)
@@ -296,9 +306,10 @@ def test_scaling_compares_with_the_same_cards_alone(tmp_path):
     assert ddp["efficiency_of_slowest"] == ddp["efficiency"]  # its cards are alike
     assert torchtitan["status"] == "missing"
     assert "missing: not installed" in scaling.table([ddp, zero1, torchtitan])
-    for name, shown in (("all", [ddp, zero1, torchtitan]), ("none", [torchtitan])):
-        figure.draw_scaling(tmp_path / f"{name}.png", shown)
-        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+    (panel,) = drawn(monkeypatch, lambda path: figure.draw_scaling(path, [ddp, zero1, torchtitan])).axes
+    assert {label.get_text() for label in panel.get_yticklabels()} >= {"mfubench, ddp", "mfubench, zero1"}
+    figure.draw_scaling(tmp_path / "none.png", [torchtitan])
+    assert (tmp_path / "none.png").stat().st_size > 1000
 
 
 def test_a_job_that_fails_alone_is_the_reason_of_an_efficiency_that_is_missing(tmp_path):
@@ -393,11 +404,9 @@ def test_the_legend_of_losses_covers_no_curve(tmp_path, monkeypatch):
     flat = [10.4, 10.5, 10.4, 10.5]
     result = parity_of(tmp_path).result()
     curves = {f"{system} 0 first": flat for system in ("mfubench-eager", "mfubench")}
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    figure.draw_losses(tmp_path / "flat.png", result | {"curves": curves})
-    drawn[0].draw_without_rendering()
-    axes, _ = drawn[0].axes
+    shown = drawn(monkeypatch, lambda path: figure.draw_losses(path, result | {"curves": curves}))
+    shown.draw_without_rendering()
+    axes, _ = shown.axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["mfubench-eager", "mfubench"]
     assert axes.get_legend().get_window_extent().y0 > axes.get_window_extent().y1 - 1e-6
 
@@ -637,11 +646,19 @@ def test_a_record_of_another_form_is_told(tmp_path):
         read_record(path, job)
 
 
-def test_figure_names_what_is_missing(tmp_path):
+def test_figure_names_systems_and_what_is_missing(tmp_path, monkeypatch):
     cases = read_cases()
-    job = make_job(make_plan(tmp_path), cases, "tiny", "transformers", 2, "trial", trial=True)
-    found = [rows.row_of(job, [Record("missing", reason="not installed")])]
-    figure.draw(tmp_path / "empty.png", found, "title", "subtitle")
+    found = []
+    for system, record in (("transformers", record_at(1000.0)), ("litgpt", Record("missing", reason="not installed"))):
+        job = make_job(make_plan(tmp_path), cases, "tiny", system, 2, "trial", trial=True)
+        found.append(rows.row_of(job, [record]))
+    shown = drawn(monkeypatch, lambda path: figure.draw(path, found, "title", "subtitle"))
+    (axes,) = shown.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["transformers (2 × 2)"]
+    assert "Not measured: litgpt (2 × 2): missing." in " ".join(
+        text.get_text().replace("\n", " ") for text in shown.texts
+    )
+    figure.draw(tmp_path / "empty.png", found[1:], "title", "subtitle")
     assert (tmp_path / "empty.png").stat().st_size > 1000
 
 

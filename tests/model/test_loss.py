@@ -9,7 +9,7 @@ import torch
 from model.small_models import GPT2, LLAMA, run_config, tokens
 from torch import Tensor
 
-from mfubench.decisions import loss_accumulates
+from mfubench.decisions import chunk_bytes, loss_accumulates
 from mfubench.model import build_model, resolve_loss
 from mfubench.model import loss as losses
 from mfubench.model.loss import (
@@ -23,11 +23,11 @@ from mfubench.model.weight_gradient import MainGradient
 N, HIDDEN, V = 45, 16, 97  # 97 rows: not a multiple of 8
 
 
-def inputs(dtype: torch.dtype, device: str = "cpu", vocab: int = V) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(dtype: torch.dtype, device: str = "cpu", vocab: int = V, count: int = N) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(N, HIDDEN, generator=generator).to(device, dtype).requires_grad_()
+    hidden = torch.randn(count, HIDDEN, generator=generator).to(device, dtype).requires_grad_()
     weight = (0.5 * torch.randn(vocab, HIDDEN, generator=generator)).to(device, dtype).requires_grad_()
-    return hidden, weight, torch.randint(0, vocab, (N,), generator=generator).to(device)
+    return hidden, weight, torch.randint(0, vocab, (count,), generator=generator).to(device)
 
 
 def loss_and_gradients(
@@ -48,7 +48,7 @@ def test_full_is_the_definition() -> None:
 @pytest.mark.parametrize("rows", [1, 7, 9, 44, 45, 1000])
 def test_chunked_equals_full(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For chunks that divide the tokens and that do not, down to one token."""
-    monkeypatch.setattr(losses, "CHUNK_BYTES", rows * V * 4)
+    monkeypatch.setattr(losses, "chunk_bytes", lambda own_kernel: rows * V * 4)
     for expected, found in zip(
         loss_and_gradients(full_loss, *inputs(torch.float32)),
         loss_and_gradients(chunked_loss, *inputs(torch.float32)),
@@ -69,7 +69,7 @@ def test_bfloat16_is_as_exact_as_its_rounding(device: str, form: str, monkeypatc
     function, choice = resolve_loss(form, device=device, vocab_size=V)
     if choice.used != form:
         pytest.skip(str(choice.reason))
-    monkeypatch.setattr(losses, "CHUNK_BYTES", 10 * V * 2)
+    monkeypatch.setattr(losses, "chunk_bytes", lambda own_kernel: 10 * V * 2)
     hidden, weight, labels = inputs(torch.bfloat16, device)
     exact = loss_and_gradients(
         full_loss, hidden.detach().float().requires_grad_(), weight.detach().float().requires_grad_(), labels
@@ -127,7 +127,7 @@ def test_chunked_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None
             return out
 
     hidden, weight, labels = inputs(torch.float32)
-    monkeypatch.setattr(losses, "CHUNK_BYTES", 5 * V * 4)
+    monkeypatch.setattr(losses, "chunk_bytes", lambda own_kernel: 5 * V * 4)
     with Watch():  # the body of the operator, which hides its inside from such a watch
         chunked_cross_entropy._init_fn(hidden.detach(), weight.detach(), labels, 5, True, "", False)
         main = torch.zeros(V, HIDDEN), torch.tensor(True)
@@ -136,6 +136,29 @@ def test_chunked_never_holds_all_logits(monkeypatch: pytest.MonkeyPatch) -> None
     with Watch():
         loss_and_gradients(chunked_loss, hidden, weight, labels)
     assert largest == V * HIDDEN
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_backend", ["", "inductor"], ids=["own", "compiled"])
+def test_chunked_holds_one_chunk(compile_backend: str) -> None:
+    """Of logits in the own kernel, of logits and of their gradient in the compiled one, of six chunks."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    rows, vocabulary = 1024, 65_536
+    hidden, weight, labels = inputs(torch.bfloat16, "cuda", vocabulary, 6 * rows)
+    main = torch.zeros(vocabulary, hidden.shape[1], device="cuda"), torch.tensor(True, device="cuda")
+
+    def run() -> None:
+        fused = not compile_backend
+        accumulating_cross_entropy(hidden.detach(), weight.detach(), labels, rows, compile_backend, fused, *main)
+
+    run()  # compiles
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    chunks = (torch.cuda.max_memory_allocated() - before) / (rows * vocabulary * 2)
+    assert (1 if not compile_backend else 2) <= chunks < (1.1 if not compile_backend else 2.1)
 
 
 def test_evaluation_computes_no_gradients() -> None:
@@ -170,7 +193,7 @@ def test_main_gradient_is_the_sum_over_micro_steps(
     rows: int, backend: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two micro-steps, of which the first overwrites what is there, for chunks of any size; evaluation adds nothing."""
-    monkeypatch.setattr(losses, "CHUNK_BYTES", rows * V * 4)
+    monkeypatch.setattr(losses, "chunk_bytes", lambda own_kernel: rows * V * 4)
     hidden, weight, labels = inputs(torch.float32)
     main = MainGradient(torch.full((V, HIDDEN), torch.nan), torch.tensor(True), torch.empty(0, requires_grad=True))
     function = torch.compile(chunked_loss, backend=backend, fullgraph=True) if backend else chunked_loss
@@ -208,16 +231,18 @@ def test_compiled_equals_eager(form: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens_", "vocab", "expected"),
+    ("tokens_", "vocab", "own_kernel", "expected"),
     [
-        (8192, 151_936, [2816, 2816, 2560]),
-        (16_384, 128_256, [4096] * 4),
-        (16_384, 32_000, [16_384]),
-        (40, 32_000, [40]),
+        (8192, 151_936, False, [2816, 2816, 2560]),
+        (8192, 151_936, True, [4096] * 2),
+        (16_384, 128_256, False, [4096] * 4),
+        (16_384, 128_256, True, [8192] * 2),
+        (16_384, 32_000, False, [16_384]),
+        (40, 32_000, True, [40]),
     ],
 )
-def test_chunks_are_even_and_whole_tiles(tokens_: int, vocab: int, expected: list[int]) -> None:
-    size = losses.chunk_size(tokens_, 2 * vocab)
+def test_chunks_are_even_and_whole_tiles(tokens_: int, vocab: int, own_kernel: bool, expected: list[int]) -> None:
+    size = losses.chunk_size(tokens_, 2 * vocab, chunk_bytes(own_kernel))
     assert [min(size, tokens_ - start) for start in range(0, tokens_, size)] == expected
 
 
@@ -234,7 +259,7 @@ def test_whole_model_with_its_loss_is_one_graph(form: str) -> None:
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["tied", "untied"])
 def test_model_gradients_do_not_depend_on_the_form(model: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's gradient and, where it is tied, the embedding's share of it."""
-    monkeypatch.setattr(losses, "CHUNK_BYTES", 5 * 96 * 4)
+    monkeypatch.setattr(losses, "chunk_bytes", lambda own_kernel: 5 * 96 * 4)
     batch = tokens(2, 17)
     gradients = []
     for form in ("full", "chunked"):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mfubench.decisions import CHUNK_BYTES, LARGE_VOCABULARY, ROW_MULTIPLE
+from mfubench.decisions import LARGE_VOCABULARY, ROW_MULTIPLE, chunk_bytes
 from mfubench.model.weight_gradient import MainGradient, add_product, linear
 from mfubench.run_log import Choice
 
@@ -62,7 +62,7 @@ def chunked_loss(
     The gradients are made in the forward pass. A main gradient is added to there, before it is known what arrives in
     the backward pass: that must be 1. Raises ValueError in float16, whose loss is scaled.
     """
-    size = chunk_size(hidden.shape[0], hidden.element_size() * weight.shape[0])
+    size = chunk_size(hidden.shape[0], hidden.element_size() * weight.shape[0], chunk_bytes(fused))
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if main is None or not gradients:
         return chunked_cross_entropy(hidden, weight, labels, size, gradients, compile_backend, fused)[0]
@@ -71,9 +71,9 @@ def chunked_loss(
     return AccumulatingLoss.apply(hidden, weight.detach(), labels, size, compile_backend, fused, *main)
 
 
-def chunk_size(tokens: int, bytes_a_token: int) -> int:
-    """Tokens of a chunk: equal parts of at most CHUNK_BYTES of logits, large ones in whole tiles of a matmul."""
-    chunks = max(1, math.ceil(tokens * bytes_a_token / CHUNK_BYTES))
+def chunk_size(tokens: int, bytes_a_token: int, limit: int) -> int:
+    """Tokens of a chunk: equal parts of at most `limit` bytes of logits, large ones in whole tiles of a matmul."""
+    chunks = max(1, math.ceil(tokens * bytes_a_token / limit))
     size = math.ceil(tokens / chunks)
     return size if size < TILE else math.ceil(size / TILE) * TILE
 
@@ -121,10 +121,12 @@ def accumulating_cross_entropy(
 
 
 def chunks_of_logits(hidden: Tensor, padded: Tensor, vocabulary: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of hidden [N, hidden] and their logits [rows, V'], which are -inf beyond the vocabulary."""
+    """Rows of hidden [N, hidden] and their logits [rows, V'], -inf beyond the vocabulary and valid until the next."""
+    buffer = hidden.new_empty(min(size, hidden.shape[0]), padded.shape[0])
     for start in range(0, hidden.shape[0], size):
         rows = slice(start, start + size)
-        logits = F.linear(hidden[rows], padded)
+        logits = buffer[: hidden[rows].shape[0]]
+        torch.mm(hidden[rows], padded.t(), out=logits)
         logits[:, vocabulary:] = -torch.inf
         yield rows, logits
 
@@ -156,6 +158,7 @@ def summed_loss_and_gradients(
         total += loss
         torch.mm(grad_logits, padded, out=grad_hidden[rows])
         add_product(grad_weight, grad_logits[:, :vocabulary].t(), hidden[rows], overwrite and rows.start == 0)
+        del grad_logits  # before the next one is made
     return total
 
 

@@ -179,9 +179,11 @@ class Thousands(ScalarFormatter):
 
 
 def plain_axes(axes: Axes, grid: str) -> None:
-    """Grid in one direction ("x" or "y") and no frame on that side; ticks with separators of thousands."""
+    """Grid in one direction ("x" or "y") and no frame on that side; ticks with separators of thousands, unless they
+    have labels of their own."""
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(Thousands())
+        if isinstance(axis.get_major_formatter(), ScalarFormatter):  # matplotlib's own choice for numbers
+            axis.set_major_formatter(Thousands())
     axes.grid(visible=False, axis="y" if grid == "x" else "x")
     for side in ("left", "bottom"):
         axes.spines[side].set_visible(side == ("bottom" if grid == "y" else "left"))
