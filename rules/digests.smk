@@ -45,9 +45,7 @@ PLANNER_CODE = code_digest(
         SOURCE / "analysis" / "figures" / "style.py",
     ]
 )
-EXPORT_CODE = code_digest(
-    SOURCE / "model" / name for name in ("checkpoints.py", "hf.py", "hf_config.py")
-)
+EXPORT_CODE = code_digest([SOURCE / "exchange"])
 SMOKE_CODE = code_digest([SOURCE / "smoke.py"])
 CEILINGS_CODE = code_digest(
     [
@@ -64,6 +62,7 @@ SHARED_ANALYSIS = (
     "hardware.py",
     "memory_search.py",
     "presets.py",
+    "words.py",
     "ceilings/schema.py",
 )
 ANALYSIS_CODE = code_digest([SOURCE / module for module in SHARED_ANALYSIS])

@@ -79,7 +79,6 @@ PLANS = {
 EXPORT = {
     **LEFT_OUT,
     "experiments.py": "merges the settings of an import",
-    "model/new_folder.py": "gives a folder that was written its name",
     **dict.fromkeys(
         (
             *("model/attention_kernels.py", "model/decoder.py", "model/loss.py"),

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from mfubench.config import ConfigError
-from mfubench.model.checkpoints import export_checkpoint
+from mfubench.exchange.checkpoints import export_checkpoint
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -14,9 +14,10 @@ from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures, Stability
 from mfubench.analysis.statistics import Difference, difference
 from mfubench.analysis.study import base_name
-from mfubench.analysis.units import format_number_of, format_percent, tells_nothing
+from mfubench.analysis.units import format_percent, tells_nothing
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.presets import load_model, preset_names
+from mfubench.words import number_of
 
 STAGES_OUTSIDE = ("smoke", "training")  # a gate, and a run with evaluations and checkpoints in between
 NEAR_FASTEST = 0.10  # only settings this close to the fastest are called stable or lean
@@ -121,7 +122,7 @@ class Answer:
     def words_of_others(self, noisy: int) -> str:
         count = len(self.candidates) - 1
         words = f"any of the {count} other settings" if count > 1 else "the only other setting"
-        return f"{words} ({noisy} of {format_number_of(count, 'comparison')} too noisy to tell)" if noisy else words
+        return f"{words} ({noisy} of {number_of(count, 'comparison')} too noisy to tell)" if noisy else words
 
 
 def answers(found: Findings) -> list[Answer]:

@@ -130,11 +130,6 @@ def format_count(number: float) -> str:
     return format_digits(number)
 
 
-def format_number_of(count: int, what: str) -> str:
-    """1 run, 2 runs."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
 def format_range(values: tuple[float, float], show: Callable[[float], str], unit: str) -> str:
     """45–55 %, or 50 % where both ends are the same."""
     low, high = (show(value).replace("-", "−") for value in values)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mfubench.audit.findings import Finding, number_of, plural
+from mfubench.audit.findings import Finding
+from mfubench.words import number_of, plural
 
 TOLERANCE = 0.015  # stated rates and times are rounded; a miscount is off by a whole factor
 

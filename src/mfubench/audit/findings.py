@@ -117,14 +117,5 @@ def sentence_of(error: Exception) -> str:
     return str(error).splitlines()[0].removesuffix(".")
 
 
-def plural(unit: str) -> str:
-    return unit + ("es" if unit.endswith("s") else "s")
-
-
-def number_of(count: int, unit: str) -> str:
-    """1 micro-step, 2 micro-steps."""
-    return f"{count} {unit if count == 1 else plural(unit)}"
-
-
 def unique_codes(findings: Iterable[Finding]) -> list[str]:
     return sorted({finding.code for finding in findings}, key=CODES.index)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
-from mfubench.audit.findings import Finding, number_of
+from mfubench.audit.findings import Finding
 from mfubench.run_log import RunLog
+from mfubench.words import number_of
 
 RANK_SPREAD = 1.15  # slowest rank's measured time over rank 0's: all wait for each other in each step
 SAME = 1e-6  # relative; rank 0's times are the steps' own, to the last bit

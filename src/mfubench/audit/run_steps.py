@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from mfubench.audit.findings import Finding, number_of
+from mfubench.audit.findings import Finding
 from mfubench.audit.run_numbers import own_steps
 from mfubench.run_log import RunLog, Step
+from mfubench.words import number_of
 
 SHORT_COMPILE = 1.5  # a step that compiled takes so many times the median at least, where nothing hides it
 ROUNDING = 1e-9  # of sums that were added up in another order

@@ -9,9 +9,10 @@ from itertools import combinations
 from typing import Any
 
 from mfubench.analysis.study import MOST_EFFICIENT, base_name
-from mfubench.audit.findings import Finding, RunVerdict, plural
+from mfubench.audit.findings import Finding, RunVerdict
 from mfubench.config import RunConfig
 from mfubench.run_log import RunLog
+from mfubench.words import plural
 
 # Settings of which the record says what was used: two runs that differ in these alone are arms of a comparison.
 RECORDED = ("attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8")

@@ -20,8 +20,8 @@ def import_model(
     """Read GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM; prints the preset to add to config/models.yaml."""
     import yaml
 
+    from mfubench.exchange.checkpoints import import_checkpoint
     from mfubench.experiments import parse_overrides
-    from mfubench.model.checkpoints import import_checkpoint
 
     model = import_checkpoint(source, output, settings=parse_overrides(settings or []), data=data).model
     typer.echo(f"{output}: written. The preset of this model, for config/models.yaml:\n")

@@ -24,7 +24,8 @@ from mfubench.analysis.figures.style import (
 )
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.statistics import ProcessSpread, process_half_width
-from mfubench.analysis.units import format_difference, format_number_of, format_signed_percent
+from mfubench.analysis.units import format_difference, format_signed_percent
+from mfubench.words import number_of
 
 TITLE = "What each setting is worth"
 ROW = 0.46  # inches
@@ -39,8 +40,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
         return empty_figure(theme, TITLE, machine_label(found), reason)
     measured.sort(key=lambda effect: effect.difference.change if effect.difference else 0.0, reverse=True)
     basis = (
-        f"95 % intervals from {found.spread.processes} processes of "
-        f"{format_number_of(found.spread.cases, 'repeated setting')}"
+        f"95 % intervals from {found.spread.processes} processes of {number_of(found.spread.cases, 'repeated setting')}"
         if found.spread
         else "95 % intervals of one process each (nothing was repeated), no less than processes differ on other cards"
     )

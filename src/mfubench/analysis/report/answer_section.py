@@ -11,13 +11,13 @@ from mfubench.analysis.units import (
     TOO_NOISY,
     format_gib,
     format_interval,
-    format_number_of,
     format_percent,
     format_rate,
     format_signed_percent,
 )
 from mfubench.analysis.untried import untried
 from mfubench.host_load import Contention, contention_of_run
+from mfubench.words import number_of
 
 MOST_CANDIDATES = 8
 MOST_NAMED = 4  # of those that are as fast
@@ -74,7 +74,7 @@ def doubt_sentence(found: Findings, answer: Answer, doubt: str) -> str:
     fastest, busy = answer.fastest, len(contended(found))
     advice = "Raise `repeats` in the study, or measure more steps."
     if busy:
-        runs = format_number_of(len(found.good), "run")
+        runs = number_of(len(found.good), "run")
         advice = f"The machine was busy during {busy} of {runs}: measure again when nothing else runs here."
     spread = ""
     if fastest.stability is not None and fastest.stability.spread > UNEVEN:

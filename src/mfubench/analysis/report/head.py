@@ -10,7 +10,7 @@ import mfubench
 from mfubench.analysis.figures.style import count_words, machine_label
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report.audit_section import audit_of, verdict_of
-from mfubench.analysis.units import format_number_of
+from mfubench.words import number_of
 
 
 def head_facts(found: Findings) -> dict[str, Any]:
@@ -81,5 +81,5 @@ def cards_words(found: Findings) -> str:
     if not sizes:
         return "no run yet"
     return ", ".join(
-        f"{format_number_of(count, 'run')} on {count_words(found, size)}" for size, count in sorted(sizes.items())
+        f"{number_of(count, 'run')} on {count_words(found, size)}" for size, count in sorted(sizes.items())
     )

@@ -22,7 +22,6 @@ from mfubench.analysis.units import (
     TOO_NOISY,
     format_gib,
     format_interval,
-    format_number_of,
     format_percent,
     format_rate,
     format_seconds,
@@ -30,6 +29,7 @@ from mfubench.analysis.units import (
     is_noise,
 )
 from mfubench.run_log import Evaluation
+from mfubench.words import number_of
 
 
 def effects_section(found: Findings) -> Section:
@@ -47,7 +47,7 @@ def effects_section(found: Findings) -> Section:
         if is_noise(1 / (1 + band), 1 + band):
             told_apart = "differ so much that hardly any setting can be told from another"
         basis = (
-            f"{spread.processes} processes of {format_number_of(spread.cases, 'setting')} that ran more than once tell "
+            f"{spread.processes} processes of {number_of(spread.cases, 'setting')} that ran more than once tell "
             f"how processes differ on this machine: {format_percent(spread.log_deviation, 2)}, the standard deviation "
             f"of the median rate. Two single processes {told_apart}; an interval is never "
             "narrower than the steps themselves allow (block bootstrap)"
