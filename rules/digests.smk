@@ -28,6 +28,8 @@ PREDICTION = (
     "calibration.py",
     "measured_runs.py",
     "result_files.py",
+    "resolved_settings.py",
+    "step_bytes.py",
     "step_model.py",
     "card_rates.py",
     "memory.py",
@@ -105,6 +107,8 @@ PROFILE_CODE = code_digest(
     SOURCE / module
     for module in (
         "profiling",
+        "resolved_settings.py",
+        "step_bytes.py",
         "step_model.py",
         "memory.py",
         "decisions.py",

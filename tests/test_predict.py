@@ -42,8 +42,9 @@ from mfubench.planner import PlanConfig
 from mfubench.planner_search import build_model, shapes
 from mfubench.predict import check_predictions, format_checks, plan_run, predict, predict_fastest
 from mfubench.presets import load_model
+from mfubench.resolved_settings import WRITES_ONE_GRADIENT
 from mfubench.run_log import Choice, RankMemory, write_json, write_run_log
-from mfubench.step_model import WRITES_ONE_GRADIENT, attention_seconds, micro_step_matmuls, slowest_of, step_terms
+from mfubench.step_model import attention_seconds, micro_step_matmuls, slowest_of, step_terms
 
 H100 = "NVIDIA H100 80GB HBM3"
 

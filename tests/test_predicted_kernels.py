@@ -16,17 +16,16 @@ from mfubench.measured_runs import REFERENCE, as_run, observe, observe_memory, r
 from mfubench.memory import estimate_memory
 from mfubench.predict import check_predictions, predict
 from mfubench.prediction_pages import unseen_kernels
+from mfubench.resolved_settings import lacking, resolve_settings
 from mfubench.run_log import Choice
-from mfubench.step_model import (
+from mfubench.step_bytes import (
     accumulation_bytes,
     elementwise_bytes_by_group,
     epilogue_bytes,
-    lacking,
     loss_bytes,
     optimizer_bytes,
-    resolve_settings,
-    step_terms,
 )
+from mfubench.step_model import step_terms
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 ALL = {"norm": "fused", "rope": "fused", "swiglu": "fused", "weight_gradient": "accumulate", "adamw": "fused"}

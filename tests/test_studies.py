@@ -11,7 +11,7 @@ from mfubench.analysis.expectations import load_expectations
 from mfubench.analysis.study import base_name
 from mfubench.experiments import Study, expand_study, resolve_extends
 from mfubench.memory import MemoryFit, estimate_memory
-from mfubench.step_model import resolve_loss
+from mfubench.resolved_settings import resolve_loss
 
 FOLDER = Path(__file__).parents[1] / "config" / "studies"
 STUDIES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -1,7 +1,7 @@
 """The one schema: what a run is, from a YAML key to a tensor.
 
 Every value of a run has one type, one name and one default, and all of them stand here. A study's YAML is
-expanded into `RunConfig` objects when Snakemake parses the workflow (see `experiments.py`), one of them is handed
+expanded into `RunConfig` objects when Snakemake parses the workflow (see `experiments/`), one of them is handed
 to a training job as a JSON string, and the same JSON is embedded in the run log that the analysis reads.
 
 No torch here: this module is imported wherever a workflow is parsed.

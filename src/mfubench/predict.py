@@ -14,7 +14,8 @@ from mfubench.flops import CONVENTIONS, flop_terms, flops_per_token, mfu
 from mfubench.hardware import find_gpu
 from mfubench.measured_runs import Observation
 from mfubench.memory import MemoryEstimate, estimate_memory, largest_micro_batch
-from mfubench.step_model import resolve_settings, step_terms
+from mfubench.resolved_settings import resolve_settings
+from mfubench.step_model import step_terms
 from mfubench.tune.search import GAIN, LARGEST_MICRO_BATCH
 
 ERROR_BAR = "half-width of the 95 % interval"

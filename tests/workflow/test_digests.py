@@ -78,7 +78,7 @@ PLANS = {
 }
 EXPORT = {
     **LEFT_OUT,
-    "experiments.py": "merges the settings of an import",
+    "experiments/overrides.py": "merges the settings of an import",
     **dict.fromkeys(
         (
             *("model/attention_kernels.py", "model/decoder.py", "model/loss.py"),
@@ -93,13 +93,14 @@ CEILINGS = {
     "model/attention_times.py": "which attention `auto` takes: ceilings measure each",
 }
 TRIALS = "how a search makes its trials, of which the analysis has the results"
-AUDIT = {**LEFT_OUT, "experiments.py": "expands what study.json holds expanded"}
+AUDIT = {**LEFT_OUT, "experiments/schema.py": "the form of a study file, which study.json holds expanded"}
 ANALYSIS = {**AUDIT, "calibration.py": TRIALS, "job.py": TRIALS, "training_job.py": TRIALS}
 FIGURE = {
     **ANALYSIS,
     **dict.fromkeys(
         (
-            *("decisions.py", "measured_runs.py", "memory.py", "step_model.py"),
+            *("decisions.py", "measured_runs.py", "memory.py"),
+            *("resolved_settings.py", "step_bytes.py", "step_model.py"),
             *("profiling/breakdown.py", "profiling/categories.py", "profiling/trace_file.py"),
         ),
         "of profiled steps, which the figure does not show",

@@ -12,16 +12,16 @@ from mfubench.decisions import ELEMENT_BYTES
 from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
 from mfubench.hardware import arithmetic_of_run, rank_share
 from mfubench.measured_runs import as_run
-from mfubench.step_model import (
+from mfubench.resolved_settings import in_matmuls
+from mfubench.step_bytes import (
     accumulation_bytes,
     chunk_sum_bytes,
     elementwise_bytes_by_group,
     epilogue_bytes,
-    in_matmuls,
-    micro_step_matmuls,
     optimizer_bytes,
     reduced_bytes,
 )
+from mfubench.step_model import micro_step_matmuls
 
 ATTENTION_PASSES = 3.5  # matmuls of forward and backward over those of forward: 2 and 5
 
@@ -128,7 +128,7 @@ def add_epilogues(ideals: Ideals, config: RunConfig, copy_gb_s: float) -> None:
 
     P weights of matmuls, E bytes of the compute dtype, A micro-steps: P ((4 - E) A + 4 (A - 1)) bytes a step at the
     measured copy rate. Each such matmul writes float32 where the measured one writes the compute dtype, and reads the
-    sum before it in all micro-steps but the first (`step_model.epilogue_bytes`).
+    sum before it in all micro-steps but the first (`step_bytes.epilogue_bytes`).
     """
     activations = memory_traffic(config)["activation"] if in_matmuls(config) else 0
     for size, what in ((epilogue_bytes(config), "float32 sums"), (activations, "activations in their tiles")):

@@ -87,7 +87,7 @@ def describe(prediction: Any, attention: str) -> str:
     fit = "fits" if prediction.fits_surely else "may fit, too close to tell" if prediction.fits else "DOES NOT FIT"
     arithmetic = f"{config.dtype} with float8 matmuls" if config.fp8 else config.dtype
     own = [f"{name} {used}" for name, used in config.kernels.model_dump().items() if used != "plain"]
-    # the one change that is made to what was asked for (step_model.resolve_settings)
+    # the one change that is made to what was asked for (resolved_settings.resolve_settings)
     instead = "" if attention in ("auto", config.attention) else f" ({attention} has no {config.dtype})"
     speed = prediction.network_gb_s
     network = f"; {speed:g} GB/s a card between nodes (--network-gb-s)" if speed is not None else ""

@@ -22,8 +22,8 @@ from mfubench.job import cards_for_job
 from mfubench.lease import visible_cards
 from mfubench.machine import IDENTITY, describe_machine
 from mfubench.memory import estimate_memory
+from mfubench.resolved_settings import resolve_auto
 from mfubench.run_log import RunLog, read_run_log, read_steps, try_writing, write_json
-from mfubench.step_model import resolve_auto
 from mfubench.training_job import start_training
 from mfubench.tune.search import LARGEST_MICRO_BATCH, BudgetSpent, Search, Setting, Space, Trial
 
