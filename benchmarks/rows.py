@@ -111,6 +111,12 @@ def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str
     return "\n".join([formatted(header), rule, *map(formatted, lines)]) + "\n"
 
 
+def spread_of(rate: dict[str, Any]) -> str:
+    """Quartiles; of less than four runs, which have none to speak of, the slowest and the fastest."""
+    low, high = (min(rate["by_repeat"]), max(rate["by_repeat"])) if rate["repeats"] < 4 else (rate["q1"], rate["q3"])
+    return f"{low:,.0f}–{high:,.0f}" if rate["repeats"] > 1 else "one run"
+
+
 def peers_table(rows: Sequence[dict[str, Any]], mfu: dict[str, float | None]) -> str:
     """All rows, fastest first, each also as a multiple of the fastest peer with float32 masters."""
     peers = [
@@ -136,7 +142,7 @@ def peers_table(rows: Sequence[dict[str, Any]], mfu: dict[str, float | None]) ->
             [
                 name,
                 batch,
-                f"{rate['median']:,.0f} ({rate['q1']:,.0f}–{rate['q3']:,.0f})",
+                f"{rate['median']:,.0f} ({spread_of(rate)})",
                 f"{rate['repeats']}" + (f", {len(row['failed_repeats'])} failed" if row.get("failed_repeats") else ""),
                 f"{share:.1%}" if share is not None else "",
                 f"{rate['median'] / best:.3f}" if best else "",

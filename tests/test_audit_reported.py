@@ -115,6 +115,28 @@ FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"gradient_accumulation_steps": 64, "global_batch_size": 12_288},
         ["accumulation_differs_from_banner"],
     ),
+    "rate of other steps, 2 % off": (
+        {"tokens_per_s": 0.977 * 854_472, "achieved_tflops": None, "mfu_percent": 40.74},
+        ["rate_differs_from_step_time"],
+    ),
+    "rate of other steps, 15 % off, of half a micro-step": (
+        {"tokens_per_s": 13.55 / 16 * 854_472, "achieved_tflops": None, "mfu_percent": None},
+        ["rate_differs_from_step_time"],
+    ),
+    "rate of other steps, the micro-batch unknown": (
+        {"tokens_per_s": 0.5 * 854_472, "achieved_tflops": None, "mfu_percent": None}
+        | dict.fromkeys(("micro_batch_size", "gradient_accumulation_steps")),
+        ["rate_differs_from_step_time"],
+    ),
+    "rate of one rank beside the true MFU": (
+        {"tokens_per_s": 854_472 / 8, "achieved_tflops": None, "hardware_peak_tflops": None},
+        ["tokens_per_s_is_one_rank"],
+    ),
+    "rate below the totals of its own steps": (
+        {"tokens_per_s": 427_236, "achieved_tflops": None, "mfu_percent": None, "step_time_s": None}
+        | {"steps": 100, "total_tokens": 629_145_600, "total_time_s": 736.3},
+        ["rate_differs_from_step_time"],
+    ),
     "banner of another global batch": ({"global_batch_size": 12_288}, ["accumulation_differs_from_banner"]),
     "faster than the card": (
         {"step_time_s": 7.363 / 4, "tokens_per_s": 4 * 854_472, "achieved_tflops": None, "mfu_percent": 166.8},

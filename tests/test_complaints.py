@@ -11,19 +11,24 @@ STUDY = {"study": "a", "tokenizers": {}, "datasets": {}, "base": {}, "experiment
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"expriments": {}}, "f.yaml.expriments: unknown key (found {}); did you mean experiments?"),
-        ({"machine": {"device": [0]}}, "f.yaml.machine.device: unknown key (found [0]); did you mean devices?"),
+        ({"expriments": {}}, "f.yaml: expriments: unknown key (found {}); did you mean experiments?"),
+        ({"machine": {"device": [0]}}, "f.yaml: machine.device: unknown key (found [0]); did you mean devices?"),
         (
             {"experiments": {"smoke": {"case": {}}}},
-            "f.yaml.experiments.smoke.case: unknown key (found {}); did you mean cases?",
+            "f.yaml: experiments.smoke.case: unknown key (found {}); did you mean cases?",
         ),
         (
             {"datasets": {"d": {"source": "embedded", "tokenizer": "t", "val_fractoin": 0.1}}},
-            "f.yaml.datasets.d.embedded.val_fractoin: unknown key (found 0.1); did you mean val_fraction?",
+            "f.yaml: datasets.d.val_fractoin: unknown key (found 0.1); did you mean val_fraction?",
+        ),
+        (
+            {"machine": {"gpus": "x"}},
+            "f.yaml: machine.gpus: found 'x'; input should be a valid integer (without quotes)\n"
+            "f.yaml: machine.gpus: found 'x'; input should be 'auto'",
         ),
         (
             {"effects": [{"name": "a", "arm": "b", "control": "c", "expcted": "d"}]},
-            "f.yaml.effects.0.expcted: unknown key (found 'd'); did you mean expected?",
+            "f.yaml: effects.0.expcted: unknown key (found 'd'); did you mean expected?",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def test_too_large_a_run_is_left_out_with_its_reason_or_stops():
 
 
 BAD_INPUT = [
-    ({"bogus": 1}, r"f\.yaml.bogus: unknown key"),
+    ({"bogus": 1}, r"f\.yaml: bogus: unknown key"),
     ({"base": {**DEFAULT["base"], "micro_batchsize": 4}}, r"f\.yaml: base\.micro_batchsize: unknown key"),
     ({"base": {**DEFAULT["base"], "micro_batch_size": 0}}, r"micro_batch_size: found 0; .*greater than or equal to 1"),
     ({"base": {**DEFAULT["base"], "optimizer": {"learning_rate": "1e-3"}}}, r"found '1e-3'.*write 1\.0e-3"),
@@ -207,6 +207,24 @@ def test_a_case_name_is_no_longer_than_a_file_name_may_be(declared):
     expand_study(small_study(memory={declared: {"a" * 100: values}}), "f.yaml", 2)
     with pytest.raises(ConfigError, match="has 101 characters; 100 at most"):
         expand_study(small_study(memory={declared: {"a" * 101: values}}), "f.yaml", 2)
+
+
+@pytest.mark.parametrize("key", ["study", "tokenizers", "datasets"])
+def test_other_names_are_no_longer_either(key):
+    def named(length: int) -> dict:
+        study, name = small_study(), "a" * length
+        return study | {key: name if key == "study" else study[key] | {name: next(iter(study[key].values()))}}
+
+    expand_study(named(100), "f.yaml", 2)
+    with pytest.raises(ConfigError, match=r"at most 100 characters"):
+        expand_study(named(101), "f.yaml", 2)
+
+
+@pytest.mark.parametrize("values", [{"seed": 2**53 + 1}, {"measurement": {"warmup_steps": -(10**23)}}])
+def test_a_number_that_no_counter_holds_is_refused_with_its_key(values):
+    place = "seed" if "seed" in values else "measurement.warmup_steps"
+    with pytest.raises(ConfigError, match=rf"cases\.a\.{place}: found -?\d+; a whole number here is at most 2\^53"):
+        expand_study(small_study(baseline={"cases": {"a": values}}), "f.yaml", 2)
 
 
 def test_command_line_overrides_are_yaml():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from factories import make_ceilings, make_run_log
 
-from mfubench.config import ConfigError
+from mfubench.config import ConfigError, parse
 from mfubench.hardware import (
     HardwareRow,
     arithmetic_of_run,
@@ -126,6 +126,19 @@ def test_unknown_card_stops_with_the_row_to_add(name: str, near: str) -> None:
         find_gpu(name)
     message = str(error.value)
     assert "hardware.yaml" in message and "dense_tflops" in message and near in message
+
+
+@pytest.mark.parametrize("value", [0, -2250])
+@pytest.mark.parametrize("key", ["bf16", "memory_gib", "bandwidth_gb_s", "power_limit_w", "link_gb_s"])
+def test_what_a_card_can_do_is_more_than_nothing(key: str, value: float) -> None:
+    row = find_gpu("NVIDIA B200").model_dump(mode="json")
+    changed = {**row, "dense_tflops": {**row["dense_tflops"], key: value}} if key == "bf16" else {**row, key: value}
+    if key == "link_gb_s" and value == 0:  # a slice of a card has no link
+        assert parse(HardwareRow, changed, "hardware.yaml: b200").link_gb_s == 0
+        return
+    complaint = rf"hardware\.yaml: b200\.(dense_tflops\.)?{key}: found {value}.*greater than"
+    with pytest.raises(ConfigError, match=complaint):
+        parse(HardwareRow, changed, "hardware.yaml: b200")
 
 
 def test_mig_slices_are_scaled_by_their_multiprocessors() -> None:

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import mfubench
+from mfubench import cli
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -56,3 +60,10 @@ def test_make_help_lists_every_target():
         ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert sorted(line.split()[0] for line in shown.stdout.splitlines()) == sorted(targets)
+
+
+def test_the_command_says_its_version(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["mfubench", "--version"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 0 and capsys.readouterr().out == f"{mfubench.__version__}\n"

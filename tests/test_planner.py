@@ -396,6 +396,15 @@ def test_given_designs_have_a_colour_and_markers_of_their_own():
     assert not {line.get_marker() for line in designs} & {line.get_marker() for line in others}
 
 
+def test_no_label_of_a_budget_lies_on_the_ticks():
+    """A small budget, whose best designs are the smallest there are."""
+    figure = draw_isoflops(PlanConfig(compute=1e18, vocab_size=50_257), [], LIGHT)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    panel, labels = axes.get_window_extent(), [text.get_window_extent() for text in axes.texts]
+    assert len(labels) == 4 and all(panel.x0 <= label.x0 and label.x1 <= panel.x1 for label in labels)
+
+
 def test_a_small_budget_buys_few_tokens_and_not_none():
     result = CliRunner().invoke(app, ["search", "--compute", "1e16", "--vocab-size", "32000"], catch_exceptions=False)
     rows = [line.split() for line in result.output.splitlines()[2:]]

@@ -204,6 +204,7 @@ BAD_REQUESTS = [
     ({"gpus": 3, "global_batch_size": 8}, "--global-batch-size 8 is not a multiple of 3 GPUs: the nearest are 6 and 9"),
     ({"overrides": {"continues": "training/pretrain"}}, "continues: leave it out; trials start anew"),
     ({"gpus": 2, "parallelisms": ("none",)}, "--parallelism none runs one process"),
+    ({"gpus": 10_000}, "--gpus 10000: this machine holds \\d+ processes"),
     ({"parallelisms": ("dpp",)}, "parallelism: found 'dpp'"),
     ({"checkpointings": ("some",)}, "activation_checkpointing: found 'some'"),
     ({"model": "llama2-tinny"}, "did you mean 'llama2-tiny'"),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import pkgutil
-import sys
 
 import typer
 
@@ -20,13 +18,19 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def version_option(
-    version: bool = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True),
-) -> None:
-    if version:
+def show_version(asked: bool) -> None:
+    if asked:
         typer.echo(mfubench.__version__)
         raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(
+        False, "--version", help="Show the version and exit.", callback=show_version, is_eager=True
+    ),
+) -> None:
+    """What stands before a command."""
 
 
 def register_commands() -> None:
@@ -45,35 +49,10 @@ def register_commands() -> None:
 
 register_commands()
 
-# What to do about a file, by what the system says of it.
-MAKE_ROOM, ELSEWHERE = "make room, or name another folder", "name another file or folder"
-WAYS_OUT = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), MAKE_ROOM) | dict.fromkeys(
-    (
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.EISDIR,
-        errno.EEXIST,
-        errno.ENAMETOOLONG,
-        errno.ELOOP,
-    ),
-    ELSEWHERE,
-)
-
 
 def main() -> None:
     """Entry point: a fault of the input, or of a file's place, is told in a sentence, without a traceback."""
-    from mfubench.config import ConfigError
+    from mfubench.endings import faults_told
 
-    try:
+    with faults_told():
         app()  # ends in silence once nobody reads what it says (a pipe to `head`)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
-    except OSError as error:
-        if error.filename is None or error.errno not in WAYS_OUT:
-            raise
-        print(f"error: {error.filename}: {error.strerror}; {WAYS_OUT[error.errno]}", file=sys.stderr)
-        sys.exit(1)

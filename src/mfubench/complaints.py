@@ -9,11 +9,13 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+FILES = (".yaml", ".yml", ".json")  # endings of what opens a complaint, before the keys in it
+
 
 def explain(fault: Any, where: str, schema: Any) -> str:
     """One pydantic fault of `schema` (a model, or a union of models) as a sentence for who wrote the file."""
-    path = ".".join(str(part) for part in fault["loc"])
-    at = f"{where}.{path}" if path else where
+    unknown = fault["loc"][-1:] if fault["type"] == "extra_forbidden" else ()
+    at = place(where, (*follow(schema, fault["loc"])[0], *unknown))
     found = fault.get("input")
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
@@ -32,8 +34,23 @@ def explain(fault: Any, where: str, schema: Any) -> str:
     return f"{at}: found {found!r}; {message[0].lower()}{message[1:]}{hint}"
 
 
+def place(where: str, keys: Sequence[str | int]) -> str:
+    """`where`, a file or a file and keys in it, with further keys."""
+    if not keys:
+        return where
+    return f"{where}{': ' if where.endswith(FILES) else '.'}{'.'.join(map(str, keys))}"
+
+
 def keys_at(schema: Any, path: Sequence[str | int]) -> list[str]:
     """The keys that may stand at a place within `schema`; of a union, those of all its members."""
+    _, places = follow(schema, path)
+    models = [place for place in places if isinstance(place, type) and issubclass(place, BaseModel)]
+    return sorted({key for model in models for key in model.model_fields})
+
+
+def follow(schema: Any, path: Sequence[str | int]) -> tuple[list[str | int], list[Any]]:
+    """The known keys of a pydantic path, without what names a member of a union, and the types of what lies there."""
+    keys: list[str | int] = []
     places = list(alternatives(schema))
     for part in path:
         inner: list[Any] = []
@@ -41,11 +58,12 @@ def keys_at(schema: Any, path: Sequence[str | int]) -> list[str]:
             if isinstance(place, type) and issubclass(place, BaseModel):
                 if part in place.model_fields:
                     inner += alternatives(place.model_fields[str(part)].annotation)
-            else:
+            elif get_origin(place) in (dict, list, tuple):
                 inner += [one for argument in get_args(place)[-1:] for one in alternatives(argument)]
+        if inner:
+            keys.append(part)
         places = inner or [place for place in places if is_tagged(place, part)]  # the member chosen of a union
-    models = [place for place in places if isinstance(place, type) and issubclass(place, BaseModel)]
-    return sorted({key for model in models for key in model.model_fields})
+    return keys, places
 
 
 def is_tagged(place: Any, tag: str | int) -> bool:

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 
-from mfubench.complaints import explain
+from mfubench.complaints import explain, place
 
+LARGEST_INTEGER = 2**53  # that a JSON number holds exactly wherever it is read
 Attention = Literal["auto", "fa4", "fa3", "fa2", "cudnn", "sdpa", "eager"]
 Parallelism = Literal["none", "ddp", "zero1", "fsdp"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -377,6 +378,7 @@ def parse(schema: type[Strict], values: Any, where: str) -> Any:
 
     Raises ConfigError with one line per fault: where, what was found, what is allowed.
     """
+    check_integers(values, where)
     try:
         text = json.dumps(values, allow_nan=True)
     except (TypeError, ValueError) as error:
@@ -385,3 +387,14 @@ def parse(schema: type[Strict], values: Any, where: str) -> Any:
         return schema.model_validate_json(text)
     except ValidationError as error:
         raise ConfigError("\n".join(explain(fault, where, schema) for fault in error.errors())) from None
+
+
+def check_integers(values: Any, where: str, keys: tuple[str | int, ...] = ()) -> None:
+    """Raises ConfigError for an integer that no counter of the run, and no reader of its JSON, holds."""
+    if isinstance(values, (dict, list)):
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            check_integers(value, where, (*keys, key))
+    elif isinstance(values, int) and abs(values) > LARGEST_INTEGER:
+        raise ConfigError(
+            f"{place(where, keys)}: found {values}; a whole number here is at most 2^53 = {LARGEST_INTEGER:,}"
+        )

@@ -11,7 +11,7 @@ import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -37,14 +37,17 @@ ROW_TEMPLATE = """\
     source: ..."""
 
 
+Rate = Annotated[float, Field(gt=0)]
+
+
 class DenseTflops(Strict):
     """Dense TFLOP/s of one card by arithmetic; None where the card has none in hardware."""
 
-    bf16: float | None
-    fp16: float | None
-    tf32: float | None
-    fp32: float
-    fp8: float | None
+    bf16: Rate | None
+    fp16: Rate | None
+    tf32: Rate | None
+    fp32: Rate
+    fp8: Rate | None
 
 
 class HardwareRow(Strict):
@@ -53,15 +56,15 @@ class HardwareRow(Strict):
     key: str
     names: tuple[str, ...] = Field(min_length=1, strict=False)
     dense_tflops: DenseTflops
-    clock_mhz: float | None = None
-    multiprocessors: int | None = None
-    flops_per_clock: int | None = None
-    memory_gib: float
-    bandwidth_gb_s: float
-    power_limit_w: float
+    clock_mhz: Rate | None = None
+    multiprocessors: int | None = Field(None, ge=1)
+    flops_per_clock: int | None = Field(None, ge=1)
+    memory_gib: Rate
+    bandwidth_gb_s: Rate
+    power_limit_w: Rate
     link: str
-    link_gb_s: float
-    published_matmul_tflops: float | None = None
+    link_gb_s: float = Field(ge=0)  # 0: a part of a card, which has none
+    published_matmul_tflops: Rate | None = None
     mig_multiprocessors: dict[str, int] = {}
     scope: str = "one card"
     source: str

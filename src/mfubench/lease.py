@@ -72,8 +72,11 @@ def lease_cards(
     choose: of the cards that no other run holds, in order, those that may be taken now (all of them by default). It is
     asked again until there are enough, and may raise to end the wait.
 
-    Raises ConfigError when there are not that many cards, TimeoutError when none came free within wait_s seconds.
+    Raises ConfigError when there are not that many cards or `count` is negative, TimeoutError when none came free
+    within wait_s seconds.
     """
+    if count < 0:
+        raise ConfigError(f"--cards: found {count}; give how many GPUs are to be taken, 0 for none")
     if count > len(cards):
         raise ConfigError(f"the run needs {count} GPUs, this machine or allocation has {len(cards)}: {cards}")
     alone = "SLURM_JOB_ID" in os.environ  # the allocation is nobody else's

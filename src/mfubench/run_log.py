@@ -263,14 +263,27 @@ def write_text_atomically(path: Path | str, text: str) -> None:
 
 
 def write_bytes_atomically(path: Path | str, content: bytes) -> None:
-    """As `write_text_atomically`, of bytes. An OSError names the file, or the folder of it that cannot be made."""
+    """As `write_text_atomically`, of bytes. An OSError names the file, or the folder of it that cannot be made.
+
+    A link is followed. Raises ConfigError for what is there and no file: a device would be replaced by one.
+    """
     path = Path(path)
+    if path.is_symlink():
+        path = path.resolve()
+    check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         replace_file(path, content)
     except OSError as error:
         error.filename, error.filename2 = str(path), None  # not the temporary one; a full disk's error names none
         raise
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises ConfigError where `path` is a device, a pipe or a folder."""
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "no regular file but a device or a pipe"
+        raise ConfigError(f"{path}: is {what}; name a file that is to be written")
 
 
 def replace_file(path: Path, content: bytes) -> None:

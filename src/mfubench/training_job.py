@@ -26,7 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(description="Train one run and write its run JSON.")
     parser.add_argument("--config", required=True, help="RunConfig as JSON")
-    parser.add_argument("--start-from", type=Path, default=None, help="checkpoints of the run that it continues")
+    parser.add_argument(
+        "--start-from", type=Path, default=None, help="work folder, or checkpoints, of the run that it continues"
+    )
     add_job_arguments(parser)
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from mfubench.analysis.tables import main, write_tables
-from mfubench.run_log import write_json
+from mfubench.run_log import write_json, write_text_atomically
+
+SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
 
 
 def read(folder: Path) -> dict[str, pd.DataFrame]:
@@ -62,13 +68,30 @@ def test_a_cpu_study_has_all_tables_too(cpu_study: Path, tmp_path: Path):
 def test_failures_and_missing_cases_have_their_row(changed_study: Path, tmp_path: Path):
     (changed_study / "runs" / "tiers" / "tier3.json").unlink()
     (changed_study / "runs" / "tiers" / "tier2.json").unlink()
+    (changed_study / "runs" / "tiers" / "tier1.json").unlink()
+    (changed_study / "work" / "tiers" / "tier1").mkdir(parents=True)
+    write_text_atomically(changed_study / "logs" / "tiers" / "tier1.log", "")
     write_json(changed_study / "work" / "tiers" / "tier3" / "failure.json", {"reason": "NCCL timeout"})
     write_tables(changed_study, tmp_path, partial=True)
     runs = read(tmp_path)["runs"].set_index("case")
     assert (runs.loc["tiers/tier3"].status, runs.loc["tiers/tier3"].reason) == ("failed", "NCCL timeout")
-    assert runs.loc["tiers/tier2"].status == "missing"
+    missing = {name: row.reason for name, row in runs.iterrows() if row.status == "missing"}
+    assert missing["tiers/tier2"] == "has not been run"
+    assert missing["tiers/tier1"] == "began and left no result; see logs/tiers/tier1.log"
 
 
 def test_the_same_study_gives_the_same_bytes(gpu_study: Path, tmp_path: Path):
     first = [path.read_bytes() for path in write_tables(gpu_study, tmp_path / "a")]
     assert first == [path.read_bytes() for path in write_tables(gpu_study, tmp_path / "b")]
+
+
+@pytest.mark.parametrize("script", ["tabulate_runs", "plot_ladder", "write_report", "audit_study"])
+def test_a_damaged_study_is_told_in_one_line(script: str, gpu_study: Path, tmp_path: Path):
+    study = tmp_path / "study"
+    shutil.copytree(gpu_study, study)
+    (study / "study.json").write_text((study / "study.json").read_text()[:60])
+    output = {"tabulate_runs": "--output-dir", "write_report": "--html"}.get(script, "--output")
+    command = [sys.executable, SCRIPTS / f"{script}.py", "--study-dir", study, output, tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and not (tmp_path / "out").exists()
+    assert re.fullmatch(r"error: .*study\.json: .*\n", done.stderr)

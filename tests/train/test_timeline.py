@@ -10,6 +10,7 @@ from train.train_runs import losses, run_here, run_many, tiny_config
 from mfubench.profiling.breakdown import Breakdown, break_down
 from mfubench.profiling.trace_file import read_trace
 from mfubench.train import timeline
+from mfubench.train.checkpoint_folders import find_latest, latest
 
 TIMELINE = {"profile": "timeline", "warmup_steps": 1}
 
@@ -134,8 +135,20 @@ def test_a_checkpoint_that_is_not_there_is_told(data, tmp_path):
     only = {"only": True, "iters": 1}
     with pytest.raises(AssertionError, match="say where its checkpoints are"):
         run_here(continuing(evaluation=only), data, tmp_path / "a")
-    with pytest.raises(AssertionError, match=r"holds no checkpoint of training/pretrain"):
+    with pytest.raises(AssertionError, match=r"no checkpoint of training/pretrain found"):
         run_here(continuing(evaluation=only), data, tmp_path / "b", "--start-from", str(tmp_path / "none"))
+
+
+def test_a_work_folder_stands_for_the_checkpoints_in_it(trained, tmp_path):
+    _, checkpoints = trained
+    last = latest(checkpoints)
+    attempt = tmp_path / "pretrain" / "0123abcd"
+    attempt.mkdir(parents=True)
+    (attempt / "checkpoints").symlink_to(checkpoints)
+    for folder, inside in ((checkpoints, checkpoints), (attempt, attempt), (attempt.parent, attempt)):
+        found = find_latest(folder)
+        assert last is not None and found is not None and found.name == last.name and found.is_relative_to(inside)
+    assert find_latest(tmp_path) is None
 
 
 def test_another_runs_settings_must_fit(trained, data, tmp_path):

@@ -33,6 +33,7 @@ LEFT_OUT = {
     "cache.py": "where kernels are kept that were compiled",
     "complaints.py": "words of errors",
     "config.py": "is in the digest of the trainings, whose runs all others read; values are parameters of the rules",
+    "endings.py": "how a program ends that met a fault",
     "data/meta.py": "the schema of meta.json, which its reader checks",
     "flops.py": "formulas for who judges a run: what a run records of them is the model's shape",
     "machine.py": "names of cards and packages, which machine.json holds a study to",

@@ -5,18 +5,15 @@ last checkpoint; `--wait` lets the jobs end by themselves instead.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-from mfubench.config import ConfigError
+from mfubench.endings import faults_told
 from mfubench.slurm import end_orphans
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wait", action="store_true", help="let the jobs end by themselves")
     arguments = parser.parse_args()
-    try:
+    with faults_told():
         count = end_orphans(Path.cwd(), cancel=not arguments.wait)
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
     print(f"{count} job(s) of this folder {'have ended' if arguments.wait else 'were cancelled'}")

@@ -3,6 +3,8 @@
 import sys
 
 from mfubench.audit.main import check
+from mfubench.endings import faults_told
 
 if __name__ == "__main__":
-    sys.exit(check())
+    with faults_told():
+        sys.exit(check())

@@ -2,7 +2,9 @@
 
 import sys
 
+from mfubench.endings import faults_told
 from mfubench.smoke import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with faults_told():
+        sys.exit(main())

@@ -2,10 +2,9 @@
 
 import argparse
 import shutil
-import sys
 from pathlib import Path
 
-from mfubench.config import ConfigError
+from mfubench.endings import faults_told
 from mfubench.exchange.checkpoints import export_checkpoint
 
 if __name__ == "__main__":
@@ -15,8 +14,6 @@ if __name__ == "__main__":
     parser.add_argument("--output", required=True, type=Path, help="folder to write; what is there is replaced")
     arguments = parser.parse_args()
     shutil.rmtree(arguments.output, ignore_errors=True)
-    try:
+    with faults_told():
         checkpoint = export_checkpoint(arguments.work, arguments.output, tokenizer_dir=arguments.tokenizer)
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
     print(f"{arguments.output}: {checkpoint}")

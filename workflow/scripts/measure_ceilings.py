@@ -3,10 +3,8 @@
 import sys
 
 from mfubench.ceilings.measure import main
-from mfubench.config import ConfigError
+from mfubench.endings import faults_told
 
 if __name__ == "__main__":
-    try:
+    with faults_told():
         sys.exit(main())
-    except ConfigError as error:
-        sys.exit(f"error: {error}")

@@ -3,6 +3,8 @@
 import sys
 
 from mfubench.analysis.figures.scaling import main
+from mfubench.endings import faults_told
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with faults_told():
+        sys.exit(main())

@@ -1,12 +1,11 @@
 """Turn text into token files: train.bin, val.bin and meta.json, or numbered shards where the data is large."""
 
 import argparse
-import sys
 from pathlib import Path
 
-from mfubench.config import ConfigError
 from mfubench.data.config import dataset_from_json
 from mfubench.data.prepare import prepare_dataset
+from mfubench.endings import faults_told
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -15,9 +14,7 @@ if __name__ == "__main__":
     parser.add_argument("--output", required=True, type=Path, help="folder; its name is the dataset's")
     parser.add_argument("--workers", type=int, default=1)
     arguments = parser.parse_args()
-    try:
+    with faults_told():
         prepare_dataset(
             dataset_from_json(arguments.config), arguments.tokenizer, arguments.output, num_workers=arguments.workers
         )
-    except ConfigError as error:
-        sys.exit(f"error: {error}")

@@ -168,4 +168,4 @@ def why_missing(study: Study, name: str) -> str:
     if name in study.runs:
         log = study.runs[name]
         return f"{name} ended as {log.status}: {log.reason or 'no reason recorded'}"
-    return f"{name} has not been run"
+    return f"{name} {study.why_missing(name)}"

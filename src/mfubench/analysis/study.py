@@ -107,6 +107,14 @@ class Study:
         known = self.runs.keys() | self.limits.keys() | self.failures.keys() | self.declared.skipped.keys()
         return [name for name in self.declared_names() if name not in known]
 
+    def why_missing(self, name: str) -> str:
+        """Of such a case, whether it began: a killed process leaves a work folder and no reason."""
+        if not (self.folder / "work" / name).is_dir():
+            return "has not been run"
+        logs = (Path("logs") / f"{name}{ending}" for ending in (".log", ".search.log"))
+        log = next((path for path in logs if (self.folder / path).is_file()), None)
+        return f"began and left no result{f'; see {log}' if log is not None else ''}"
+
 
 def base_name(name: str) -> str:
     """`tiers/tier1-repeat2` is a repeat of `tiers/tier1`."""

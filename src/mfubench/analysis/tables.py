@@ -28,7 +28,7 @@ def runs_table(study: Study, measures: dict[str, Measures]) -> pd.DataFrame:
         if name not in measures:
             rows.append({"case": name, "status": "failed", "reason": failure.reason})
     rows += [{"case": name, "status": "skipped", "reason": reason} for name, reason in study.declared.skipped.items()]
-    rows += [{"case": name, "status": "missing", "reason": "has not been run"} for name in study.missing()]
+    rows += [{"case": name, "status": "missing", "reason": study.why_missing(name)} for name in study.missing()]
     columns = list(rows[0]) if rows else ["case", "status", "reason"]
     return pd.DataFrame(rows, columns=columns)
 

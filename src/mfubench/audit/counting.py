@@ -8,6 +8,8 @@ from mfubench.audit.findings import Finding
 from mfubench.words import number_of, plural
 
 TOLERANCE = 0.015  # stated rates and times are rounded; a miscount is off by a whole factor
+WHOLE = 0.1  # micro-steps that a count may lie beside a whole one: of large counts any is near one by TOLERANCE
+CLOSE = 0.2  # a mean rate over pauses beside a median step time lies within this of what it should be
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ def near(value: float, expected: float) -> bool:
 
 
 def is_whole(value: float) -> bool:
-    return round(value) >= 1 and near(value, round(value))
+    return round(value) >= 1 and near(value, round(value)) and abs(value - round(value)) <= WHOLE
 
 
 def count_micro_batches(
@@ -90,25 +92,35 @@ def count_without_claim(counted: float, world_size: int, others_are_one_rank: bo
 def count_against_claim(
     counted: float, world_size: int, accumulation: int, others_are_one_rank: bool, shown: str, unit: str
 ) -> Count:
-    """The claimed accumulation fits no reading: say what was really done, as one rank's rate or as everyone's."""
-    rank_reading = world_size > 1 and (
-        others_are_one_rank or counted < world_size * (1 - TOLERANCE) or not is_whole(counted / world_size)
-    )
-    per_gpu = counted if rank_reading else counted / world_size
+    """The claimed accumulation fits no reading: say what was really done, as one rank's rate or as everyone's, where
+    that is a whole number of micro-steps; else that rate and step time are not of the same steps."""
+    W, A = world_size, accumulation
+    not_everyones = not is_whole(counted / W) and is_whole(counted) and abs(counted / W / A - 1) > CLOSE
+    rank_reading = W > 1 and (others_are_one_rank or counted < W * (1 - TOLERANCE) or not_everyones)
+    per_gpu = counted if rank_reading else counted / W
     findings = []
     if rank_reading:
         reason = " (another run of the same system shows that it logs one rank's)" if others_are_one_rank else ""
-        findings.append(one_rank(world_size, f"{shown}{reason}", 0.93 if others_are_one_rank else 0.7))
-    elif world_size > 1:
-        shown += f" over all {world_size} (or, were the rate one rank's, {counted:.4g} on each)"
-    findings.append(
-        Finding(
-            "accumulation_differs_from_banner",
-            f"{number_of(accumulation, 'micro-step')} per {unit} {'is' if accumulation == 1 else 'are'} claimed, but "
-            f"{shown}: {per_gpu:.4g} per {unit} were done. "
-            f"With {accumulation}, the step would have computed {accumulation / per_gpu:.3g} times as much in its time",
-            0.97,
-            round(per_gpu, 3),
+        findings.append(one_rank(W, f"{shown}{reason}", 0.93 if others_are_one_rank else 0.7))
+    if is_whole(per_gpu):
+        spread = f" over all {W} (or, were the rate one rank's, {counted:.4g} on each)"
+        sentence = (
+            f"{number_of(A, 'micro-step')} per {unit} {'is' if A == 1 else 'are'} claimed, but "
+            f"{shown}{'' if rank_reading or W == 1 else spread}: {per_gpu:.4g} per {unit} were done. "
+            f"With {A}, the step would have computed {A / per_gpu:.3g} times as much in its time"
         )
+        findings.append(Finding("accumulation_differs_from_banner", sentence, 0.97, round(per_gpu, 3)))
+    else:
+        claimed = A if rank_reading else f"{W} x {A}"
+        sentence = f"{shown}, {rate_differs(per_gpu / A, f'the {claimed} of a step')}"
+        per_gpu = A
+        findings.append(Finding("rate_differs_from_step_time", sentence, 0.7))
+    return Count(per_gpu, W if rank_reading else 1.0, tuple(findings), rank_reading)
+
+
+def rate_differs(ratio: float, whose: str) -> str:
+    """ratio: tokens/s x step time over the tokens of a step; whose: what says how many these are."""
+    return (
+        f"{abs(ratio - 1):.1%} {'less' if ratio < 1 else 'more'} than {whose}: rate and step time are not of the same "
+        "steps (a mean over pauses beside a median without them), or one of the figures is wrong"
     )
-    return Count(per_gpu, world_size if rank_reading else 1.0, tuple(findings), rank_reading)

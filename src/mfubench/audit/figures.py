@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mfubench.audit.counting import Count, count_micro_batches, near, one_rank
+from mfubench.audit.counting import Count, count_micro_batches, near, one_rank, rate_differs
 from mfubench.audit.coverage import checks_of
 from mfubench.audit.findings import Finding, RunVerdict
 from mfubench.audit.rates import (
@@ -43,7 +43,8 @@ def audit_reported(run: ReportedRun, source: str, *, others_are_one_rank: bool =
     findings = [*rate.findings, *findings]
     if peak is not None:
         findings += check_peak(run, peak)
-    findings += check_mfu(run, peak, rate.stated, terms)
+    if rate.true == rate.stated or check_mfu(run, peak, rate.true, terms):  # an MFU of the true rate is right
+        findings += check_mfu(run, peak, rate.stated, terms)
     findings += check_flops(run, terms)
     findings += check_parameters(run)
     if peak is not None and rate.true is not None:
@@ -156,13 +157,17 @@ def rate_from_batch(run: ReportedRun) -> Rate:
 
 def rate_by_global_batch(run: ReportedRun, stated: float, tokens_a_step: float | None) -> Rate:
     """The micro-batch is not known: the global batch still tells one rank's rate from everyone's."""
-    if tokens_a_step is None or not (run.global_batch_size and run.seq_len) or run.num_gpus == 1:
+    if tokens_a_step is None or not (run.global_batch_size and run.seq_len):
         return Rate(stated, stated, None, [])
     expected = run.global_batch_size * run.seq_len
+    if near(tokens_a_step, expected):
+        return Rate(stated, stated, None, [])
+    shown = f"tokens/s x step time is {tokens_a_step:,.0f} tokens"
     if near(tokens_a_step * run.num_gpus, expected):
-        why = f"tokens/s x step time is {tokens_a_step:,.0f} tokens, the global batch {expected:,}"
+        why = f"{shown}, the global batch {expected:,}"
         return Rate(stated, stated * run.num_gpus, None, [one_rank(run.num_gpus, why, 0.95)], True)
-    return Rate(stated, stated, None, [])
+    sentence = f"{shown}, {rate_differs(tokens_a_step / expected, f'the {expected:,} of the global batch')}"
+    return Rate(stated, stated, None, [Finding("rate_differs_from_step_time", sentence, 0.7)])
 
 
 def check_global_batch(run: ReportedRun, count: Count) -> list[Finding]:
@@ -187,18 +192,25 @@ def check_totals(run: ReportedRun, true_rate: float | None) -> list[Finding]:
     total_rate = run.total_tokens / run.total_time_s
     if total_rate <= true_rate * 1.05:
         return []
-    resumed = run.resumed_at_step is not None and run.resumed_at_step > 0
-    sentence = (
+    beyond = (
         f"{run.total_tokens:,.0f} tokens in {run.total_time_s:,.0f} s are {total_rate:,.0f} tokens/s, more than the "
-        f"{true_rate:,.0f} of its steps: tokens trained before "
-        + (f"the resume at step {run.resumed_at_step}" if resumed else "a resume")
-        + " are counted over the time after it"
+        f"{true_rate:,.0f} of its steps"
     )
-    return [
-        Finding(
-            "resumed_tokens_counted", sentence, 0.95 if resumed else 0.6, f"{true_rate * run.total_time_s:,.0f} tokens"
-        )
-    ]
+    if run.resumed_at_step == 0 or made_by_its_steps(run):
+        sentence = f"{beyond}, and nothing was trained before them: the stated rate or the total time is wrong"
+        return [Finding("rate_differs_from_step_time", sentence, 0.7)]
+    resumed = f"the resume at step {run.resumed_at_step}" if run.resumed_at_step else "a resume"
+    sentence = f"{beyond}: tokens trained before {resumed} are counted over the time after it"
+    confidence = 0.95 if run.resumed_at_step else 0.6
+    return [Finding("resumed_tokens_counted", sentence, confidence, f"{true_rate * run.total_time_s:,.0f} tokens")]
+
+
+def made_by_its_steps(run: ReportedRun) -> bool:
+    """Whether the run's own steps, each of the batch that is stated, make its total tokens."""
+    if not (run.steps and run.total_tokens and run.tokens_per_micro_batch and run.gradient_accumulation_steps):
+        return False
+    tokens_a_step = run.tokens_per_micro_batch * run.gradient_accumulation_steps * run.num_gpus
+    return near(run.total_tokens, run.steps * tokens_a_step)
 
 
 def events_of(run: ReportedRun) -> set[int]:

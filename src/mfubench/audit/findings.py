@@ -13,6 +13,7 @@ CODES = (
     "peak_is_wrong",
     "peak_unknown",
     "accumulation_differs_from_banner",
+    "rate_differs_from_step_time",
     "workloads_differ",
     "above_ceiling",
     "time_contains_other_work",

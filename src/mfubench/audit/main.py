@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mfubench.ceilings import read_ceilings
-from mfubench.config import ConfigError
 from mfubench.run_log import write_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`--study-dir DIR --output FILE`: judge all runs of a study, write audit.json, print it; 2 for bad input, else 0.
+    """`--study-dir DIR --output FILE`: judge all runs of a study, write audit.json, print it. Raises ConfigError.
 
     Impossible numbers do not fail this step: what it writes must outlive them. `check` fails the study.
     """
@@ -27,12 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", required=True, type=Path, help="audit.json")
     arguments = parser.parse_args(argv)
     ceilings_file = arguments.ceilings or arguments.study_dir / "ceilings.json"
-    try:
-        ceilings = read_ceilings(ceilings_file) if arguments.ceilings or ceilings_file.exists() else None
-        report = audit_paths([arguments.study_dir], ceilings)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    ceilings = read_ceilings(ceilings_file) if arguments.ceilings or ceilings_file.exists() else None
+    report = audit_paths([arguments.study_dir], ceilings)
     write_json(arguments.output, report.to_json())
     print(report.to_text())
     return 0

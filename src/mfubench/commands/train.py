@@ -21,9 +21,11 @@ def train(
         typer.Option("--resume/--anew", help="Go on from the checkpoint that is there, or remove it and start anew."),
     ] = None,
     start_from: Annotated[
-        Path | None, typer.Option(help="Of the run that `continues` names: the folder checkpoints/ in its work folder.")
+        Path | None, typer.Option(help="Of the run that `continues` names: its work folder, or checkpoints.")
     ] = None,
-    cards: Annotated[int | None, typer.Option(help="GPUs to take; default: world_size where there are GPUs.")] = None,
+    cards: Annotated[
+        int | None, typer.Option(help="GPUs to take; default: world_size where there are GPUs.", min=0)
+    ] = None,
 ) -> None:
     """Train MODEL once: mfubench train llama2-tiny max_iters=50 micro_batch_size=8 model.num_hidden_layers=2"""
     from mfubench.config import ConfigError
@@ -46,7 +48,7 @@ def train(
     if (run.continues is None) != (start_from is None):
         raise ConfigError(
             "mfubench train: `continues` and --start-from go together: continues=STAGE/CASE is the other run's name, "
-            "--start-from the folder checkpoints/ in its work folder"
+            "--start-from its work folder"
         )
     work = work_by_hand(output)
     checkpoint = latest(work / "checkpoints")

@@ -26,7 +26,7 @@ from mfubench.experiments import merge
 from mfubench.model.decoder import DTYPES
 from mfubench.run_log import write_json, write_text_atomically
 from mfubench.train.checkpoint_files import SafeReader, damage_told
-from mfubench.train.checkpoint_folders import latest
+from mfubench.train.checkpoint_folders import find_latest
 
 MASTER = "master."
 
@@ -47,9 +47,7 @@ def export_checkpoint(
 
 
 def find_checkpoint(source: Path) -> Path:
-    """The checkpoint folder that `source` means. Of several of a run it is the one after most steps; of attempts with
-    other values or code, each in a folder of its own below the work folder, the one that was written last.
-    """
+    """The checkpoint folder that `source` means: itself, or the last one of the run that it or its folder is of."""
     candidates = [source]
     if source.is_file():  # STUDY/runs/STAGE/CASE.json of a study, FILE.json beside FILE-work by hand
         candidates = [source.with_name(f"{source.stem}-work")]
@@ -58,11 +56,8 @@ def find_checkpoint(source: Path) -> Path:
     for folder in candidates:
         if (folder / ".metadata").is_file():
             return folder
-        if (found := latest(folder / "checkpoints") or latest(folder)) is not None:
+        if (found := find_latest(folder)) is not None:
             return found
-        attempts = [found for path in folder.glob("*/checkpoints") if (found := latest(path)) is not None]
-        if attempts:
-            return max(attempts, key=lambda path: path.stat().st_mtime)
     looked = " and ".join(map(str, candidates))
     raise ConfigError(
         f"{source}: no checkpoint found (looked in {looked}, and one folder below); name the checkpoint or its work "

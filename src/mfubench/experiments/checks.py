@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from mfubench.config import ConfigError, MemorySearch, RunConfig
-from mfubench.experiments.schema import Stage, StudyConfig
+from mfubench.experiments.schema import LONGEST_NAME, Stage, StudyConfig
 from mfubench.presets import CONFIG_DIR
 
 MEASURED: tuple[Stage, ...] = ("baseline", "scaling", "tiers", "ablations")  # their runs are made for their rate
-LONGEST_CASE = 100  # characters: a name becomes files, beside endings, of a length that every file system takes
 # What a run has in common with the one whose checkpoint it starts from (train.checkpoint checks it again).
 SAME_TO_CONTINUE = ("model", "dataset", "seq_len", "seed", "optimizer")
 
 
 def check_length(case: str, where: str) -> None:
-    if len(case) > LONGEST_CASE:
-        raise ConfigError(f"{where}: the case name {case} has {len(case)} characters; {LONGEST_CASE} at most")
+    if len(case) > LONGEST_NAME:
+        raise ConfigError(f"{where}: the case name {case} has {len(case)} characters; {LONGEST_NAME} at most")
 
 
 def check_references(

@@ -131,7 +131,8 @@ def warn_of_cpu(study: Study) -> str | None:
     parameters, name = max(large)
     return (
         f"NO GPU WAS FOUND: {len(large)} runs of this study train models of up to {parameters / 1e9:.2g}B parameters "
-        f"({name}), which takes a CPU days and tens of GiB. Run it on a machine with GPUs, or the default study here."
+        f"({name}), which takes a CPU days and tens of GiB. Run it on a machine with GPUs, or the default study here. "
+        "On a cluster's login node machine.gpus says how many GPUs a node has."
     )
 
 

@@ -22,8 +22,9 @@ SHIPPED_RESULTS = "results/reference"
 # Names become files, and folders are written to and named in shell commands: of a stranger's study too.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 FOLDER = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*$"
-Name = Annotated[str, Field(pattern=NAME)]
-PlanName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")]
+LONGEST_NAME = 100  # characters: names become files, beside endings, of a length that every file system takes
+Name = Annotated[str, Field(pattern=NAME, max_length=LONGEST_NAME)]
+PlanName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", max_length=LONGEST_NAME)]
 
 
 class CeilingsConfig(Strict):
@@ -54,7 +55,7 @@ class EffectConfig(Strict):
 class StudyConfig(Strict):
     """A study file. `extends: NAME` (not part of the schema: resolved before) takes another one as its base."""
 
-    study: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    study: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=LONGEST_NAME)
     description: str = ""
     results_dir: str = Field(
         "results", pattern=FOLDER, description="below the project's folder; a link leads elsewhere"

@@ -24,7 +24,7 @@ class Paths:
     output: Path
     tokenizer: Path | None = None
     ceilings: Path | None = None
-    start_from: Path | None = None  # checkpoints of another run
+    start_from: Path | None = None  # another run's checkpoints, or its work folder
 
     @property
     def steps(self) -> Path:
@@ -72,7 +72,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--work", required=True, type=Path, help="folder for logs, checkpoints and live state")
     parser.add_argument("--tokenizer", type=Path, help="folder of the tokenizer, to show sampled tokens as text")
     parser.add_argument("--ceilings", type=Path, help="ceilings.json: the peak of which a CPU shows MFU")
-    parser.add_argument("--start-from", type=Path, help="checkpoints of the run that this one continues")
+    parser.add_argument("--start-from", type=Path, help="work folder, or checkpoints, of the run that it continues")
     parser.add_argument(
         "--resume",
         choices=("auto", "never"),

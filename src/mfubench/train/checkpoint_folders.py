@@ -22,6 +22,15 @@ def latest(folder: Path) -> Path | None:
     return checkpoints[-1] if checkpoints else None
 
 
+def find_latest(folder: Path) -> Path | None:
+    """The last checkpoint in a folder of checkpoints or in a work folder; of attempts with other values or code, each
+    in a folder of its own below the work folder, that of the one which was written last."""
+    if (found := latest(folder) or latest(folder / "checkpoints")) is not None:
+        return found
+    attempts = [found for path in folder.glob("*/checkpoints") if (found := latest(path)) is not None]
+    return max(attempts, key=lambda path: path.stat().st_mtime, default=None)
+
+
 def print_way_on(folder: Path) -> None:
     """Tell who sees a run end early which checkpoint it has left, if any, and how it goes on from there."""
     if (last := latest(folder)) is not None:

@@ -19,7 +19,7 @@ from mfubench.ceilings import read_ceilings
 from mfubench.config import ConfigError, RunConfig
 from mfubench.hardware import measured_cpu_peak, peak_for
 from mfubench.machine import describe_cards
-from mfubench.run_log import read_run_log, read_steps, try_writing, write_json, write_run_log
+from mfubench.run_log import check_replaceable, read_run_log, read_steps, try_writing, write_json, write_run_log
 from mfubench.slurm import STEP
 from mfubench.stop_signals import STOPPED, on_stop
 from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
@@ -111,8 +111,7 @@ def describe_run(config: RunConfig, ceilings: Path | None) -> str:
 
 def prepare_folders(paths: Paths) -> None:
     """Make the folders. Raises ConfigError where nothing can be written."""
-    if paths.output.is_dir():
-        raise ConfigError(f"{paths.output}: is a folder; name the run JSON that is to be written")
+    check_replaceable(paths.output)
     for folder in (ranks_folder(paths.work), paths.output.parent):  # of every node: the disk may be its own
         try:
             try_writing(folder)

@@ -19,7 +19,7 @@ from mfubench.run_log import Resume, RunLog, Wall, write_run_log
 from mfubench.telemetry import Sampler
 from mfubench.train import checkpoint
 from mfubench.train.arguments import Paths
-from mfubench.train.checkpoint_folders import complete, latest, prepare_folder, remove
+from mfubench.train.checkpoint_folders import complete, find_latest, latest, prepare_folder, remove
 from mfubench.train.choices import Resolved
 from mfubench.train.evaluation import evaluate, sample
 from mfubench.train.failures import classify, remove_result
@@ -121,9 +121,12 @@ def first_checkpoint(config: RunConfig, paths: Paths) -> Path | None:
         return None
     if paths.start_from is None:
         raise ConfigError(f"continues: {config.continues}: say where its checkpoints are (--start-from FOLDER)")
-    found = latest(paths.start_from)
+    found = find_latest(paths.start_from)
     if found is None:
-        raise ConfigError(f"{paths.start_from}: holds no checkpoint of {config.continues}; run it again")
+        raise ConfigError(
+            f"{paths.start_from}: no checkpoint of {config.continues} found (looked there and one folder below); name "
+            "its work folder or the checkpoints in it, or run it again"
+        )
     return found
 
 

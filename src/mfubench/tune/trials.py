@@ -19,7 +19,7 @@ from mfubench.code_digest import TRAINING, code_digest
 from mfubench.config import ConfigError, KernelsConfig, RunConfig
 from mfubench.experiments import Overrides, build_run, merge
 from mfubench.job import cards_for_job
-from mfubench.lease import visible_cards
+from mfubench.lease import processes_per_node, visible_cards
 from mfubench.machine import IDENTITY, describe_machine
 from mfubench.memory import estimate_memory
 from mfubench.resolved_settings import resolve_auto
@@ -116,6 +116,10 @@ def check_request(request: Request) -> None:
             f"the nearest are {request.global_batch_size // request.gpus * request.gpus} and "
             f"{(request.global_batch_size // request.gpus + 1) * request.gpus}"
         )
+    most = len(visible_cards()) if request.on_cards else processes_per_node()
+    if request.gpus > most:
+        what = "GPUs" if request.on_cards else "processes"
+        raise ConfigError(f"--gpus {request.gpus}: this machine holds {most} {what}")
     if not (request.data / "meta.json").exists():
         raise ConfigError(f"--data {request.data}: holds no prepared dataset (no meta.json); prepare one first")
     if request.gpus > 1 and "none" in request.parallelisms:
