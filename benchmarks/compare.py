@@ -13,9 +13,10 @@ import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import figure, rows
-from benchmarks.cases import CHECKOUTS, FILE, WORK, Cases, Plan, check_data, make_job, read_cases, results_folder
+from benchmarks.cases import CHECKOUTS, FILE, WORK, Case, Cases, Plan, check_data, make_job, read_cases, results_folder
 from benchmarks.peers.job import Job, Record
 from benchmarks.peers.mfubench_engine import run_config
 from benchmarks.runner import (
@@ -144,18 +145,23 @@ class Bench:
         results.mkdir(parents=True, exist_ok=True)
         rows.write_rows(results / f"peers-{self.name}.json", found)
         write_text_atomically(results / f"peers-{self.name}.md", table)
-        case = self.cases.cases[self.name]
-        card = next((row["card"] for row in found if row["card"]), None) or "CPU"
-        torch_version = next((row["torch"] for row in found if row["torch"]), "")
-        figure.draw(
-            results / f"peers-{self.name}.png",
-            found,
-            f"{case.model}: tokens per second on one {card}",
-            f"{case.sequences_per_step} sequences of {case.seq_len} tokens a step, same tokens, AdamW, clipped; batch "
-            f"= micro-batch × accumulation; torch {torch_version}; {self.plan.measure_s:.0f} s a run after "
-            f"{self.plan.preheat_s:.0f} s of preheating, repeats in turn.",
-        )
+        draw(results / f"peers-{self.name}.png", self.name, self.cases.cases[self.name], self.plan, found)
         return table
+
+
+def draw(path: Path, name: str, case: Case, plan: Plan, found: Sequence[dict[str, Any]]) -> None:
+    """The figure of a case's rows; the title says what tells the case from others of its model."""
+    card = next((row["card"] for row in found if row["card"]), None) or "CPU"
+    torch_version = next((row["torch"] for row in found if row["torch"]), "")
+    own_name = name.replace(case.model, "").strip("-")
+    figure.draw(
+        path,
+        found,
+        f"{case.model}{f', {own_name}' if own_name else ''}: tokens per second on one {card}",
+        f"{case.sequences_per_step} sequences of {case.seq_len:,} tokens a step, same tokens, AdamW, clipped; batch "
+        f"= micro-batch × accumulation; torch {torch_version}; {plan.measure_s:.0f} s a run after "
+        f"{plan.preheat_s:.0f} s of preheating, repeats in turn.",
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:

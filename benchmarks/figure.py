@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import is_own
-from mfubench.analysis.figures.style import LIGHT, plain_axes, titled_figure
+from mfubench.analysis.figures.style import LIGHT, plain_axes, titled_figure, with_start
+from mfubench.analysis.units import format_percent
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]], title: str, subtitle: str) -> None:
@@ -25,7 +26,7 @@ def draw(path: Path, rows: Sequence[dict[str, Any]], title: str, subtitle: str) 
             colour = LIGHT.series[1 if is_own(row) else 0]
             axes.barh(place, rate["median"], height=0.62, color=colour, alpha=0.25)
             axes.plot(rate["by_repeat"], [place] * len(rate["by_repeat"]), "o", color=colour, markersize=4)
-            axes.text(rate["median"], place, f"  {rate['median']:,.0f}", va="center", size=8.5)
+            axes.text(max(rate["by_repeat"]), place, f"  {rate['median']:,.0f}", va="center", size=8.5)
         axes.set_yticks(range(len(measured)), [label_of(row) for row in measured])
         axes.set_xlabel("tokens/s/GPU; bars: median, dots: repeats")
         axes.set_xlim(left=0)
@@ -40,7 +41,7 @@ def draw_losses(path: Path, result: dict[str, Any]) -> None:
     with LIGHT.applied():
         words = (
             f"{result['model']}, {result['micro_batch_size']} × {result['accumulation']} sequences of "
-            f"{result['seq_len']} tokens a step, one {result['card'] or 'CPU'}, torch {result['torch']}. A line a "
+            f"{result['seq_len']:,} tokens a step, one {result['card'] or 'CPU'}, torch {result['torch']}. A line a "
             f"seed; below: minus {reference} of the same seed; grey: {reference} of the same seed, run again."
         )
         figure = titled_figure(LIGHT, "Loss of the fast settings against the plain ones", words, 5.2)
@@ -70,13 +71,13 @@ def draw_losses(path: Path, result: dict[str, Any]) -> None:
 
 
 def draw_scaling(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """What each arm keeps of its cards' own rate, one panel an accumulation; dots are repeats, lines 95 % intervals."""
+    """What each arm keeps of its cards' own rate, one panel an accumulation."""
     measured = [row for row in rows if row.get("efficiency")]
     panels = sorted({(row["gradient_accumulation_steps"], row["world_size"]) for row in measured}, reverse=True)
     with LIGHT.applied():
         words = (
-            "Rate a GPU of the joint job over that of the same cards with a job each at the same time. Where a run was "
-            "made once there is no interval, and half a percent says nothing."
+            "Rate a GPU of the joint job over that of the same cards with a job each at the same time. Dots: "
+            "repeats, lines: 95 % intervals; where a run was made once there is none, and half a percent says nothing."
         )
         model = f"{measured[0]['model']} on {measured[0]['card']}" if measured else "nothing measured"
         height = 1.3 + 0.3 * max(1, len({row["arm"] for row in measured}))
@@ -93,15 +94,18 @@ def draw_scaling(path: Path, rows: Sequence[dict[str, Any]]) -> None:
                 panel.barh(place, 100 * found["median"] - 100, left=100, height=0.3, color=colour, alpha=0.25)
                 dots = [100 * one for one in found["by_repeat"]]
                 panel.plot(dots, [place] * len(dots), "o", color=colour, markersize=4)
+                leftmost = min(*found["by_repeat"], found.get("low", found["median"]))
                 if "low" in found:
                     panel.plot([100 * found["low"], 100 * found["high"]], [place, place], color=colour, linewidth=1.2)
-                panel.text(100 * found["median"], place, f"{found['median']:.1%}  ", va="center", ha="right", size=8.5)
+                number = f"{format_percent(found['median'])}  "
+                panel.text(100 * leftmost, place, number, va="center", ha="right", size=8.5)
             panel.set_yticks(range(len(shown)), [row["arm"].replace(":", ", ") for row in reversed(shown)])
             panel.set_title(f"accumulation {accumulation}, {cards} GPUs", loc="left", size=9)
             panel.axvline(100, color=LIGHT.muted, linewidth=0.8)
-            panel.set_xlabel("% kept, and what is lost to 100")
             panel.margins(x=0.25)
             plain_axes(panel, "x")
+        for panel in axes:  # they share their axis, whose ends are known now
+            panel.set_xlabel(with_start("% of the cards' own rate", panel.get_xlim()[0]))
         figure.savefig(path, metadata={"Software": "mfubench"})
 
 

@@ -378,22 +378,21 @@ def parse(schema: type[Strict], values: Any, where: str) -> Any:
 
     Raises ConfigError with one line per fault: where, what was found, what is allowed.
     """
-    check_integers(values, where)
+    check_plain(values, where)
     try:
-        text = json.dumps(values, allow_nan=True)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: holds a value that is no number, text, list or mapping ({error})") from None
-    try:
-        return schema.model_validate_json(text)
+        return schema.model_validate_json(json.dumps(values, allow_nan=True))
     except ValidationError as error:
         raise ConfigError("\n".join(explain(fault, where, schema) for fault in error.errors())) from None
 
 
-def check_integers(values: Any, where: str, keys: tuple[str | int, ...] = ()) -> None:
-    """Raises ConfigError for an integer that no counter of the run, and no reader of its JSON, holds."""
-    if isinstance(values, (dict, list)):
+def check_plain(values: Any, where: str, keys: tuple[str | int, ...] = ()) -> None:
+    """Raises ConfigError for what JSON has no word for, and for an integer that no counter of the run holds."""
+    if isinstance(values, (dict, list, tuple)):
         for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-            check_integers(value, where, (*keys, key))
+            check_plain(value, where, (*keys, key))
+    elif not isinstance(values, (str, int, float, type(None))):
+        what = type(values).__name__
+        raise ConfigError(f"{place(where, keys)}: found {values}, which YAML reads as a {what}; put it in quotes")
     elif isinstance(values, int) and abs(values) > LARGEST_INTEGER:
         raise ConfigError(
             f"{place(where, keys)}: found {values}; a whole number here is at most 2^53 = {LARGEST_INTEGER:,}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import cycle
 
@@ -11,7 +12,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from mfubench.analysis.figures.style import MARKERS, Theme, titled_figure
+from mfubench.analysis.figures.style import MARKERS, Theme, halo, titled_figure
 from mfubench.analysis.units import format_count
 from mfubench.flops import Convention
 from mfubench.planner import Design, PlanConfig, find_law
@@ -32,7 +33,7 @@ def draw_isoflops(plan: PlanConfig, designs: Sequence[Design], theme: Theme) -> 
         figure = titled_figure(theme, title, subtitle, 4.4)
         axes = figure.subplots()
         law = find_law(plan.law)
-        lows = []
+        bests = []
         for position, step in enumerate(BUDGET_STEPS):
             budget = plan.model_copy(update={"compute": plan.compute * step})
             colour = theme.series[position]
@@ -42,16 +43,18 @@ def draw_isoflops(plan: PlanConfig, designs: Sequence[Design], theme: Theme) -> 
             axes.plot(textbook, law.loss(textbook, budget.compute / 6 / textbook), color=colour, lw=0.9, ls=(0, (4, 3)))
             best = search(budget, count=1)[0]
             axes.plot(best.parameters, best.loss, "o", color=colour, ms=6)
-            axes.annotate(
-                f"{scientific(budget.compute)} FLOPs: {format_count(best.parameters)} on {format_count(best.tokens)}, "
-                f"{best.loss:.3f}",
-                (best.parameters, best.loss), xytext=(0, -13), textcoords="offset points", ha="center", color=colour,
-                size=8.5,
-            )  # fmt: skip
-            lows.append(best.loss)
+            bests.append((budget.compute, best, colour))
         mark_designs(axes, designs, theme, "loss", plan.convention)
-        axes.set_ylim(min(lows) - 0.17, max(lows) + 0.15)
+        losses_at_best = [best.loss for _, best, _ in bests]
+        axes.set_ylim(min(losses_at_best) - 0.17, max(losses_at_best) + 0.15)
         label_axes(axes, "parameters", "predicted loss, nats a token")
+        for compute, best, colour in bests:
+            axes.annotate(
+                f"{scientific(compute)} FLOPs: {format_count(best.parameters)} on {format_count(best.tokens)}, "
+                f"{best.loss:.3f}",
+                (best.parameters, best.loss), xytext=(0, -13), textcoords="offset points",
+                ha=side_within(axes, best.parameters), color=colour, size=8.5, path_effects=halo(theme),
+            )  # fmt: skip
     return figure
 
 
@@ -122,6 +125,13 @@ def label_axes(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     mark_powers(axes.xaxis)
+
+
+def side_within(axes: Axes, x: float) -> str:
+    """Horizontal alignment of a label at x of the logarithmic axis, so that it does not run beyond an end."""
+    low, high = axes.get_xlim()
+    place = math.log(x / low) / math.log(high / low)
+    return "left" if place < 0.2 else "right" if place > 0.8 else "center"
 
 
 def mark_powers(axis: Axis) -> None:

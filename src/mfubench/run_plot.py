@@ -58,7 +58,8 @@ def draw(log: RunLog, theme: Theme) -> Figure:
     draw_rate(panels[0, 1], log, theme)
     draw_series(panels[1, 0], "gradient norm before clipping", log, [step.grad_norm for step in steps], theme)
     draw_rank_times(panels[1, 1], log, theme)
-    draw_series(panels[2, 0], "learning rate", log, [step.learning_rate for step in steps], theme)
+    rates = [1e6 * step.learning_rate for step in steps]
+    draw_series(panels[2, 0], "learning rate, millionths", log, rates, theme)
     data_ms = [step.data_time_s * 1000 for step in steps]
     draw_series(panels[2, 1], "waiting for data, ms", log, data_ms, theme)
     for axes in panels[2]:
@@ -102,7 +103,7 @@ def draw_rate(axes: Axes, log: RunLog, theme: Theme) -> None:
         draw_series(axes, "tokens/s a process", log, rates, theme)
         return
     draw_series(axes, "MFU (palm)", log, rates, theme)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
 
 
 def draw_rank_times(axes: Axes, log: RunLog, theme: Theme) -> None:

@@ -24,7 +24,8 @@ from mfubench.train.arguments import work_by_hand
 from mfubench.train.progress import describe, live_values, palm_mfu_of
 
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 60  # columns of a sparkline
+WIDTH = 60  # columns of a sparkline, where the console has as many
+GAP = 2  # columns of space between a table's
 SILENT_AFTER_S = 60.0  # without news, a live run is said to be silent
 
 
@@ -48,16 +49,16 @@ def watch_run(path: Path, *, once: bool, interval_s: float, until: Callable[[], 
     console = Console()
     view = look(path)
     if once or view.finished:
-        console.print(render(view))
+        console.print(render(view, console.width))
         return
-    with Live(render(view), console=console, auto_refresh=False) as display:
+    with Live(render(view, console.width), console=console, auto_refresh=False) as display:
         while not view.finished and not until():
             time.sleep(interval_s)
             try:
                 view = look(path)
             except (ConfigError, FileNotFoundError):  # started anew: its files are gone for a moment
                 continue
-            display.update(render(view), refresh=True)
+            display.update(render(view, console.width), refresh=True)
 
 
 def follow_study(folder: Path, *, interval_s: float) -> None:
@@ -126,7 +127,8 @@ def newest_run(folder: Path) -> Path:
         return folder
     found = {path: modified_at(path) for path in folder.rglob("partial.json")}
     if not found:
-        raise ConfigError(f"{folder}: no run has started here yet (there is no partial.json below it)")
+        ended = "; of a run that has ended name its JSON" if next(folder.glob("runs/*/*.json"), None) else ""
+        raise ConfigError(f"{folder}: no run is at work here yet (there is no partial.json below it){ended}")
     return max(found, key=lambda path: found[path]).parent
 
 
@@ -212,12 +214,13 @@ def last_cards(work: Path) -> list[dict[str, Any]]:
     return []
 
 
-def render(view: View) -> RenderableType:
+def render(view: View, width: int) -> RenderableType:
+    """What is shown of a run on a console of so many columns."""
     parts: list[RenderableType] = [Text.assemble((view.name, "bold"), f"  {view.state}")]
     if view.live is not None:
         parts.append(Text(describe(view.live)))
     if view.steps:
-        parts.append(series_table(view))
+        parts.append(series_table(view, width))
     if view.held_out_loss is not None:
         parts.append(Text(f"validation loss {view.held_out_loss:.4f}"))
     if any(card.get("power_w") is not None for card in view.cards):
@@ -225,21 +228,25 @@ def render(view: View) -> RenderableType:
     return Group(*parts)
 
 
-def series_table(view: View) -> Table:
+def series_table(view: View, width: int) -> Table:
     """Sparklines over the steps: MFU (or tokens/s, where no peak is known), loss, gradient norm."""
     per_gpu = [step.tokens / step.step_time_s / view.world_size for step in view.steps]
-    table = Table.grid(padding=(0, 2))
+    rows: list[tuple[str, Sequence[float | None], str]] = []
     if view.mfu_factor is not None:
         rates = [rate * view.mfu_factor for rate in per_gpu]
-        table.add_row("MFU (palm)", sparkline(rates), f"{rates[-1]:.1%}")
+        rows.append(("MFU (palm)", rates, f"{rates[-1]:.1%}"))
     else:
-        table.add_row("tokens/s a process", sparkline(per_gpu), f"{per_gpu[-1]:,.0f}")
+        rows.append(("tokens/s a process", per_gpu, f"{per_gpu[-1]:,.0f}"))
     for name, values in (
         ("loss", [step.loss for step in view.steps]),
         ("gradient norm", [step.grad_norm for step in view.steps]),
     ):
-        last = f"{values[-1]:.4f}" if values[-1] is not None else "not finite"
-        table.add_row(name, sparkline(values), last)
+        rows.append((name, values, f"{values[-1]:.4f}" if values[-1] is not None else "not finite"))
+    beside = max(len(name) for name, _, _ in rows) + max(len(last) for _, _, last in rows) + 2 * GAP
+    columns = max(1, min(WIDTH, width - beside))  # a longer line would lose its newest end
+    table = Table.grid(padding=(0, GAP))
+    for name, series, last in rows:
+        table.add_row(name, sparkline(series, columns), last)
     return table
 
 

@@ -35,6 +35,8 @@ from mfubench.run_log import Choice, write_json
 from mfubench.step_bytes import chunk_sum_bytes, elementwise_bytes, elementwise_bytes_by_group
 from mfubench.step_model import micro_step_matmuls
 
+NOT_RUN = ("tiers/tier8", "tiers/tier9")
+
 
 @pytest.fixture(scope="module")
 def found(gpu_study: Path) -> Findings:
@@ -265,7 +267,7 @@ def test_the_roof_of_a_rank_on_a_cpu_is_its_share_of_the_threads(profiled: Profi
     rate = cpu.study.ceilings.fastest_matmul_tflops("fp32")
     assert rate is not None
     (roof,) = roofs_of(cpu, half, LIGHT)
-    assert (roof.label, roof.tflops) == ("measured", pytest.approx(rate / 2))
+    assert (roof.label, roof.tflops) == ("fastest matmul measured", pytest.approx(rate / 2))
     config = half.judged.log.config
     flops = sum(one.flops * one.count for one in micro_step_matmuls(config)) * config.gradient_accumulation_steps
     assert half.ideals.seconds["matmul"] == pytest.approx(flops / (roof.tflops * 1e12))  # as the waterfall has it
@@ -342,19 +344,20 @@ def test_without_a_profile_the_report_says_how_to_get_one(cpu_study: Path, chang
 
 def test_traces_that_are_not_shipped_are_told_apart_from_profiles_that_nobody_asked_for(changed_study: Path):
     declared = json.loads((changed_study / "study.json").read_text())
-    for name in (*PROFILED, "tiers/tier9"):
+    for name in (*PROFILED, *NOT_RUN):
         declared["cases"][name] = {"measurement": {"profile": "timeline"}}
     write_json(changed_study / "study.json", declared)
     shutil.rmtree(changed_study / "traces")
     found = Findings.of(changed_study)
     not_kept = "its trace is not in traces/ (a run's profile is kept there); run the case again"
-    assert found.profiles == ([], dict.fromkeys(PROFILED, not_kept) | {"tiers/tier9": "tiers/tier9 has not been run"})
+    assert found.profiles == ([], dict.fromkeys(PROFILED, not_kept) | dict.fromkeys(NOT_RUN, "has not been run"))
     words = words_of(changed_study)
     assert "Profiles that are not to be had" in words and "measurement: {profile: timeline}" not in words
     panel = fastest_profile(found, LIGHT, "title")
     assert isinstance(panel, Figure)
     shown = " ".join(" ".join(text.get_text() for text in panel.findobj(Text)).split())
     assert f"{', '.join(PROFILED)}: {not_kept}" in shown
+    assert "tiers/tier8, tiers/tier9 have not been run" in shown
 
 
 def test_a_profile_that_was_not_to_be_had_is_told(changed_study: Path):

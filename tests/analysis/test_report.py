@@ -131,6 +131,12 @@ def test_contradictions_are_shown_with_their_arithmetic(page: Page):
     assert "more than they can do" in page.words
 
 
+def test_long_cells_have_room_on_a_telephone(written: Path):
+    html = (written / "report.html").read_text(encoding="utf-8")
+    cells = re.findall(r'<td class="left long">(.*?)</td>', html)
+    assert cells and min(map(len, cells)) > 80 and "td.long { min-width: 18rem; }" in html
+
+
 def test_every_ratio_has_its_name_in_full(page: Page):
     for ratio in ("model", "hardware", "maximum achievable matmul"):
         assert f"{ratio} FLOPs utilisation" in page.words

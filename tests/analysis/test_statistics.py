@@ -125,7 +125,7 @@ def test_few_repeats_that_agree_make_no_machine_steadier_than_others(degrees: in
     found = difference(*apart(0.003), spread)
     assert found is not None and found.is_difference is is_difference
     if not is_difference:
-        half = 2.086 * CARD_SPREAD.log_deviation * math.sqrt(2)
+        half = 2.042 * CARD_SPREAD.log_deviation * math.sqrt(2)
         assert math.log1p(found.interval.high) == pytest.approx(math.log1p(found.change) + half)
 
 

@@ -50,6 +50,11 @@ def test_a_number_that_is_rounded_up_to_the_next_unit_is_in_that_unit():
     assert format_tflops(12_345.6) == "12,350 TFLOP/s" and format_signed_percent(23.49, 0) == "+2,349 %"
 
 
+def test_what_is_rounded_to_0_has_no_sign():
+    assert {format_signed_percent(fraction) for fraction in (-0.0004, 0.0, 0.0004)} == {"0.0 %"}
+    assert format_signed_percent(-0.004, 0) == "0 %" and format_signed_percent(-0.0006) == "−0.1 %"
+
+
 def test_a_difference_in_words():
     def difference(change: float, low: float, high: float) -> Difference:
         return Difference(change, Interval(low, high), "repeats", 2, 2)

@@ -312,6 +312,34 @@ def test_scaling_compares_with_the_same_cards_alone(tmp_path, monkeypatch):
     assert (tmp_path / "none.png").stat().st_size > 1000
 
 
+def test_no_interval_or_dot_runs_through_a_number(tmp_path, monkeypatch):
+    """Of scaling, beyond the left end of the interval; of rates, beyond the fastest repeat."""
+    found = {"median": 0.95, "by_repeat": [0.945, 0.955], "low": 0.92, "high": 0.98}
+    row = {"efficiency": found, "gradient_accumulation_steps": 1, "world_size": 2, "model": "m", "card": "c"}
+    row |= {"arm": "mfubench:ddp", "system": "mfubench", "micro_batch_size": 8, "status": "ok"}
+    shown = drawn(monkeypatch, lambda path: figure.draw_scaling(path, [row]))
+    shown.draw_without_rendering()
+    (panel,) = shown.axes
+    (number,) = panel.texts
+    assert number.get_text().strip() == "95.0 %"
+    assert number.get_window_extent().x1 <= panel.transData.transform((92.0, 0))[0]
+    assert panel.get_xlabel() == "% of the cards' own rate (axis does not start at 0)"
+    assert "lines: 95 % intervals" in shown.texts[1].get_text()
+    row["tokens_per_s_per_gpu"] = {"median": 100.0, "by_repeat": [90.0, 100.0, 120.0]}
+    (axes,) = drawn(monkeypatch, lambda path: figure.draw(path, [row], "title", "subtitle")).axes
+    assert axes.texts[0].get_position()[0] == 120.0
+
+
+def test_figures_of_one_model_are_told_apart_by_their_titles(tmp_path, monkeypatch):
+    plan, known = make_plan(tmp_path), read_cases()
+    row = rows.row_of(make_job(plan, known, "tiny", "mfubench", 2, "trial", trial=True), [record_at(1000.0)])
+    titles = []
+    for name in ("llama2-1.36b", "llama2-1.36b-mb16", "fp8-llama2-1.36b", "fp8-wide"):
+        draw = functools.partial(compare.draw, name=name, case=known.cases[name], plan=plan, found=[row])
+        titles.append(drawn(monkeypatch, draw).texts[0].get_text().partition(":")[0])
+    assert titles == ["llama2-1.36b", "llama2-1.36b, mb16", "llama2-1.36b, fp8", "llama2-7b-6layers, fp8-wide"]
+
+
 def test_a_job_that_fails_alone_is_the_reason_of_an_efficiency_that_is_missing(tmp_path):
     """The trial is one micro-step: the one-GPU jobs of more of them may need memory that it did not."""
     runner = FakeRunner(make_plan(tmp_path), {})

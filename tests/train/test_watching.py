@@ -13,17 +13,18 @@ from rich.console import Console
 from train.train_runs import run_here, tiny_config
 from typer.testing import CliRunner
 
+from mfubench.analysis.figures.style import LIGHT
 from mfubench.cli import app
 from mfubench.config import ConfigError
-from mfubench.run_log import Evaluation, append_step, write_json, write_run_log
-from mfubench.run_plot import plot_run
+from mfubench.run_log import Evaluation, append_step, write_json, write_run_log, write_text_atomically
+from mfubench.run_plot import draw, plot_run
 from mfubench.train.progress import Display, describe, describe_end, live_values, palm_mfu_of
-from mfubench.watching import look, render, sparkline, watch_run
+from mfubench.watching import BARS, look, render, sparkline, watch_run
 
 
-def shown(view) -> str:
-    console = Console(record=True, width=160, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(render(view))
+def shown(view, width: int = 160) -> str:
+    console = Console(record=True, width=width, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(view, console.width))
     return console.export_text()
 
 
@@ -126,7 +127,7 @@ def test_a_run_that_knew_enough_is_finished_with_the_reason_and_no_time_is_left(
 def test_a_live_run_is_read_from_its_work_folder(tmp_path):
     log = make_run_log()
     steps, log.steps = log.steps, []
-    with pytest.raises(ConfigError, match="no run has started here"):
+    with pytest.raises(ConfigError, match="no run is at work here"):
         look(tmp_path)
     write_run_log(tmp_path / "partial.json", log)
     assert not look(tmp_path).finished
@@ -221,6 +222,20 @@ def test_a_picture_goes_where_it_is_said_to(tmp_path, refusal):
     assert refusal("plot", run, "--output", "a.xyz") == f"error: --output a.xyz: {complaint}"
 
 
+def test_what_is_no_file_is_never_replaced_by_one(tmp_path, refusal):
+    run, pipe, folder, link = (tmp_path / name for name in ("run.json", "pipe.png", "folder.png", "link.png"))
+    write_run_log(run, make_run_log())
+    os.mkfifo(pipe)
+    folder.mkdir()
+    link.symlink_to(tmp_path / "drawn.png")
+    said = f"error: {pipe}: is no regular file but a device or a pipe; name a file that is to be written"
+    assert refusal("plot", run, "--output", pipe) == said and pipe.is_fifo()
+    with pytest.raises(ConfigError, match="is a folder; name a file"):
+        write_text_atomically(folder, "")
+    plot_run(make_run_log(), link)
+    assert link.is_symlink() and (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.faults
 def test_a_picture_that_cannot_be_written_is_one_line_and_the_earlier_one_stays(tmp_path, full_disk, refusal):
     run = tmp_path / "run.json"
@@ -244,6 +259,30 @@ def test_sparklines():
     assert len(sparkline(list(range(1000)))) == 60
     assert sparkline([3.0, 3.0]) == "▁▁"
     assert sparkline([None]) == " "
+
+
+@pytest.mark.parametrize("width", [50, 80, 160])
+def test_no_sparkline_is_cut_by_a_narrow_console(tmp_path, width):
+    log = make_run_log(step_count=300, max_iters=300)
+    write_run_log(tmp_path / "run.json", log)
+    lines = shown(look(tmp_path / "run.json"), width).splitlines()
+    (loss,) = [line for line in lines if line.startswith("loss ")]
+    assert loss.rstrip().endswith(f"  {log.steps[-1].loss:.4f}") and "…" not in loss
+    assert sum(letter in BARS for letter in loss) == min(60, width - len("gradient norm") - len("9.9999") - 4)
+
+
+def test_a_runs_ticks_can_be_told_apart():
+    """Rates of less than a percent of each other, and a learning rate that warms up."""
+    log = make_run_log(step_count=60)
+    for step in log.steps:
+        step.step_time_s, step.learning_rate = 1.0 + 1e-5 * (step.step % 7), 1e-9 * step.step
+    with LIGHT.applied():
+        figure = draw(log, LIGHT)
+        figure.draw_without_rendering()
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    for title in ("MFU (palm)", "learning rate, millionths"):
+        ticks = [label.get_text() for label in panels[title].get_yticklabels()]
+        assert len(set(ticks)) == len(ticks) > 2 and max(map(len, ticks)) < 12
 
 
 def test_plain_lines_come_every_few_seconds_and_at_the_end(capfd):

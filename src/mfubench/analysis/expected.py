@@ -136,13 +136,17 @@ def expected_change(effect: Effect, expectations: Expectations | None) -> tuple[
     return None
 
 
+def judged_change(expected: tuple[float, float]) -> tuple[float, float]:
+    """The range in which an effect is as expected: of a single figure 3 points to either side."""
+    low, high = expected
+    return (low - EFFECT_TOLERANCE, high + EFFECT_TOLERANCE) if low == high else expected
+
+
 def judge_effect_size(effect: Effect, expected: tuple[float, float]) -> Verdict:
-    """Whether the interval of a measured effect meets the expected range (a single figure: 3 points to either side)."""
+    """Whether the interval of a measured effect meets the expected range."""
     if effect.difference is None:
         return "not measured"
-    low, high = expected
-    if low == high:
-        low, high = low - EFFECT_TOLERANCE, high + EFFECT_TOLERANCE
+    low, high = judged_change(expected)
     if effect.difference.interval.high < low:
         return "below"
     return "above" if effect.difference.interval.low > high else "as expected"

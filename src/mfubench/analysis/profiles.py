@@ -125,7 +125,7 @@ def asked_for(study: Study) -> list[str]:
 def why_not_kept(study: Study, name: str) -> str:
     """Why a case that asks for a profile has no trace."""
     has_run = name in study.runs and study.runs[name].status == "ok"
-    return NOT_KEPT if has_run else why_missing(study, name)
+    return NOT_KEPT if has_run else why_missing(study, name).removeprefix(f"{name} ")  # which stands beside it
 
 
 def judge_profile(case: str, judged: Measures, breakdown: Breakdown, study: Study) -> Profiled:

@@ -66,9 +66,9 @@ class ProcessSpread:
     processes: int
 
 
-# Of an H100 and H200s: 15 settings of mfubench and its peers that ran two or three times in turn, a minute each
+# Of an H100 and H200s: 26 settings of mfubench and its peers that ran two or three times within minutes, a minute each
 # (benchmarks/results/*.json), pooled as `process_spread` does.
-CARD_SPREAD = ProcessSpread(log_deviation=0.0022, degrees_of_freedom=21, cases=15, processes=36)
+CARD_SPREAD = ProcessSpread(log_deviation=0.0019, degrees_of_freedom=32, cases=26, processes=58)
 BELIEVED_FROM = 6  # degrees of freedom: two repeats that agree by chance make no machine steadier than those cards
 
 

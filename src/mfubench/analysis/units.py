@@ -44,8 +44,9 @@ def format_percent(fraction: float | None, digits: int = 1) -> str:
 
 
 def format_signed_percent(fraction: float, digits: int = 1) -> str:
-    """+3.2 %, −0.4 % with a true minus sign."""
-    return f"{100 * fraction:+,.{digits}f} %".replace("-", "−")
+    """+3.2 %, −0.4 % with a true minus sign; what is rounded to 0 has none."""
+    percent = round(100 * fraction, digits)
+    return f"{percent:+,.{digits}f} %".replace("-", "−") if percent else f"{0:.{digits}f} %"
 
 
 def is_noise(low: float, high: float) -> bool:
@@ -108,7 +109,13 @@ def format_bytes(size: float) -> str:
 
 def format_tflops(tflops: float) -> str:
     """721.4 TFLOP/s, 18.7 GFLOP/s."""
-    return f"{format_digits(tflops, 4)} TFLOP/s" if tflops >= 0.1 else f"{format_digits(1000 * tflops)} GFLOP/s"
+    unit, scale = unit_of_tflops(tflops)
+    return f"{format_digits(scale * tflops, 4 if scale == 1 else 3)} {unit}"
+
+
+def unit_of_tflops(tflops: float) -> tuple[str, float]:
+    """The unit in which such a rate reads best, and how many of it a TFLOP/s is."""
+    return ("TFLOP/s", 1.0) if tflops >= 0.1 else ("GFLOP/s", 1000.0)
 
 
 def format_hours(hours: float) -> str:

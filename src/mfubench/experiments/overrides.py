@@ -87,6 +87,6 @@ def parse_overrides(pairs: list[str]) -> Overrides:
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{pair!r}: the value is not YAML ({error})") from None
+            raise ConfigError(f"{pair!r}: the value is not YAML ({' '.join(str(error).split())})") from None
         overrides = merge(overrides, {key: value})
     return overrides

@@ -12,7 +12,7 @@ from matplotlib.ticker import PercentFormatter
 
 from mfubench.analysis.effects import Effect
 from mfubench.analysis.expectations import Expectations
-from mfubench.analysis.expected import expected_change
+from mfubench.analysis.expected import expected_change, judged_change
 from mfubench.analysis.figures.style import (
     Theme,
     empty_figure,
@@ -29,6 +29,7 @@ from mfubench.words import number_of
 
 TITLE = "What each setting is worth"
 ROW = 0.46  # inches
+EXPECTED = "expected by the testing guide (a single figure: ± 3 points)"
 WIDEST = 2.0  # change shown at the most: what goes beyond has an arrow at the edge
 MARKS = {"faster": "o", "slower": "s", "no difference": "D", "too noisy": "X"}
 
@@ -56,7 +57,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
         mark_beyond(axes, position, effect, theme)
     handles = [
         Patch(facecolor=theme.band, label="no difference: two single processes differ by as much"),
-        Patch(facecolor="none", edgecolor=theme.series[1], hatch="////", label="expected by the testing guide")
+        Patch(facecolor="none", edgecolor=theme.series[1], hatch="////", label=EXPECTED)
         if found.expectations
         else None,
     ]
@@ -76,7 +77,7 @@ def draw_forest(axes: Axes, effects: list[Effect], expectations: Expectations | 
         color = effect_color(effect, theme)
         expected = expected_change(effect, expectations)
         if expected is not None:
-            low, high = expected[0] - 0.003, expected[1] + 0.003
+            low, high = judged_change(expected)
             axes.barh(position, high - low, left=low, height=0.62, facecolor="none", edgecolor=theme.series[1],
                       linewidth=0.9, hatch="////", zorder=1)  # fmt: skip
         axes.errorbar(change, position, xerr=[[change - interval.low], [interval.high - change]], color=color,

@@ -29,7 +29,8 @@ TITLE = "Loss and gradient norm"
 MOST_CURVES = 5
 LEGEND_COLUMNS = 2
 CURVE_WIDTH = 1.8  # points
-WINDOW = 15  # steps of the moving median; a run of fewer than four windows is shown as it is
+WINDOW = 15  # steps of the moving median
+SHORTEST_SMOOTHED = 4 * WINDOW  # steps of a run; a shorter one is shown as it is
 
 
 def draw(found: Findings, theme: Theme) -> Figure:
@@ -37,9 +38,8 @@ def draw(found: Findings, theme: Theme) -> Figure:
     if not logs:
         return empty_figure(theme, TITLE, machine_label(found), "no run with a loss yet")
     subtitle = (
-        f"{machine_label(found)} · faint: every step; line: moving median of {WINDOW} steps from {4 * WINDOW} on; "
-        "marks: held-out text · gradient norm over all parameters, before clipping · dotted: ln(vocabulary), the loss "
-        "of a guess"
+        f"{machine_label(found)} · {curve_words(list(logs.values()))} · gradient norm over all parameters, before "
+        "clipping · dotted: ln(vocabulary), the loss of a guess"
     )
     legend_rows = math.ceil(len(logs) / LEGEND_COLUMNS)
     figure = titled_figure(theme, TITLE, subtitle, 3.5 + 0.19 * legend_rows)
@@ -48,7 +48,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
     for position, (name, log) in enumerate(logs.items()):
         color = theme.series[position % len(theme.series)]
         handles[f"{name}, {log.config.model.name}"] = draw_loss(left, log, color, MARKERS[position % len(MARKERS)])
-        draw_curve(right, [(step.step + 1, step.grad_norm) for step in log.steps], color)
+        draw_curve(right, norms_of(log), color)
     for vocab_size in {log.config.model.vocab_size for log in logs.values()}:
         left.axhline(math.log(vocab_size), color=theme.muted, linewidth=0.9, linestyle=(0, (2, 3)))
     for axes in (left, right):
@@ -61,7 +61,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
     right.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
     right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_digits(value)))
     right.yaxis.set_minor_locator(NullLocator())
-    right.set_title("gradient norm", loc="left", color=theme.muted, weight="bold")
+    right.set_title("gradient norm (logarithmic)", loc="left", color=theme.muted, weight="bold")
     # below both panels, whose colours it explains: a curve may come to any place within them
     figure.legend(list(handles.values()), list(handles), loc="outside lower left", ncols=LEGEND_COLUMNS)
     return figure
@@ -77,12 +77,41 @@ def training_runs(found: Findings) -> dict[str, RunLog]:
     return {name: logs[name] for name in longest}
 
 
+def curve_words(logs: Sequence[RunLog]) -> str:
+    """What lines and marks are, as far as there are any."""
+    is_long = any(len(points) >= SHORTEST_SMOOTHED for log in logs for points in (losses_of(log), norms_of(log)))
+    words = f"moving median of {WINDOW} steps in runs of {SHORTEST_SMOOTHED} or more" if is_long else "every step"
+    return "; ".join(
+        [
+            *(["faint: every step"] if is_long else []),
+            f"line: {words}",
+            *(["marks: held-out text"] if any(held_out_of(log) for log in logs) else []),
+        ]
+    )
+
+
+def losses_of(log: RunLog) -> list[tuple[int, float]]:
+    """Steps, counted from 1, whose loss is finite."""
+    return [(step.step + 1, step.loss) for step in log.steps if step.loss is not None]
+
+
+def norms_of(log: RunLog) -> list[tuple[int, float]]:
+    return [(step.step + 1, step.grad_norm) for step in log.steps if step.grad_norm is not None]
+
+
+def held_out_of(log: RunLog) -> list[tuple[int, float]]:
+    """Losses of held-out text beside a curve; a single step has none."""
+    if len(log.steps) < 2:
+        return []
+    return [(entry.step, entry.loss) for entry in log.evaluations if entry.loss is not None]
+
+
 def draw_loss(axes: Axes, log: RunLog, color: str, marker: str) -> Line2D:
     """The curve, marks for held-out text; returns what stands for both in a legend."""
-    draw_curve(axes, [(step.step + 1, step.loss) for step in log.steps], color)
-    held_out = [(entry.step, entry.loss) for entry in log.evaluations if entry.loss is not None]
+    draw_curve(axes, losses_of(log), color)
+    held_out = held_out_of(log)
     marks: dict[str, Any] = {"color": color, "markerfacecolor": "none", "markersize": 7, "markeredgewidth": 1.4}
-    if not held_out or len(log.steps) < 2:
+    if not held_out:
         return Line2D([], [], color=color, linewidth=CURVE_WIDTH)
     steps, losses = zip(*held_out, strict=True)
     # not clipped: an evaluation at step 0 stands on the frame
@@ -90,14 +119,13 @@ def draw_loss(axes: Axes, log: RunLog, color: str, marker: str) -> Line2D:
     return Line2D([], [], marker=marker, linewidth=CURVE_WIDTH, **marks)
 
 
-def draw_curve(axes: Axes, points: list[tuple[int, float | None]], color: str) -> None:
-    """Every finite value, faint, under its moving median; a short run, whose curve that would bend, as it is."""
-    finite = [(x, y) for x, y in points if y is not None]
-    if not finite:
+def draw_curve(axes: Axes, points: list[tuple[int, float]], color: str) -> None:
+    """Every value, faint, under its moving median; a short run, whose curve that would bend, as it is."""
+    if not points:
         return
-    x, y = np.array([point[0] for point in finite]), np.array([point[1] for point in finite])
+    x, y = np.array([point[0] for point in points]), np.array([point[1] for point in points])
     axes.plot(x, y, color=color, linewidth=0.8, alpha=0.35)
-    half = WINDOW // 2 if len(y) >= 4 * WINDOW else 0
+    half = WINDOW // 2 if len(y) >= SHORTEST_SMOOTHED else 0
     smooth = [float(np.median(y[max(0, i - half) : i + half + 1])) for i in range(len(y))]
     axes.plot(x, smooth, color=color, linewidth=CURVE_WIDTH)
 

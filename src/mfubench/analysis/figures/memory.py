@@ -42,8 +42,9 @@ def draw(found: Findings, theme: Theme) -> Figure:
     points = [*runs, *(point for limit in limits.values() for point in points_of(limit))]
     if len(points) == 1:
         memory, rate, size = points[0]
-        reason = f"a curve needs two micro-batch sizes, and one was measured: {size}, {format_rate(rate)} "
-        return empty_figure(theme, TITLE, machine_label(found), f"{reason}{per_gpu(found)} with {format_gib(memory)}")
+        reason = f"a curve needs two micro-batch sizes, and one was measured: micro-batch {size} "
+        what = f"({format_rate(rate)} {per_gpu(found)}, {format_gib(memory)})"
+        return empty_figure(theme, TITLE, machine_label(found), reason + what)
     on_cpu = "process" in per_gpu(found)
     what = "resident memory of the fullest process" if on_cpu else "memory reserved on the fullest GPU"
     subtitle = (

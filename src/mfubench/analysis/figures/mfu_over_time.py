@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from mfubench.analysis.figures.style import (
     Theme,
+    count_words,
     empty_figure,
     machine_label,
     peak_label,
@@ -38,15 +39,17 @@ def draw(found: Findings, theme: Theme) -> Figure:
     with_mfu = all("palm" in judged.mfu for judged in chosen.values())
     what = f"MFU (palm) of {peak_label(list(chosen.values()))}" if with_mfu else per_gpu(found)
     subtitle = (
-        f"{machine_label(found)} · {what}, step by step; hatched: compilation and warm-up, recorded and not "
-        "judged (triangles: far below); line and band: median and quartiles of the measured steps; crosses: outliers"
-        f"{start_words([step_limits(judged, factor_of(judged, with_mfu))[0] for judged in chosen.values()])}"
+        f"{machine_label(found)} · {what}; hatched: compilation and warm-up, recorded and not "
+        "judged (triangles: beyond the axis); line and band: median and quartiles of the measured steps; crosses: "
+        f"outliers{start_words([step_limits(judged, factor_of(judged, with_mfu))[0] for judged in chosen.values()])}"
     )
     rows = math.ceil(len(chosen) / COLUMNS)
     figure = titled_figure(theme, TITLE, subtitle, 1.75 * rows + 0.3)
     panels = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
     for axes, (name, judged) in zip(panels, chosen.items(), strict=False):
-        draw_steps(axes, name, judged, with_mfu, theme)
+        draw_steps(axes, judged, with_mfu, theme)
+        title = f"{name}  ({count_words(found, judged.log.config.world_size)})"
+        axes.set_title(title, loc="left", size=8, weight="bold", color=theme.text)
     for axes in panels[len(chosen) :]:
         axes.set_axis_off()
     for axes in panels[max(0, len(chosen) - COLUMNS) : len(chosen)]:
@@ -98,7 +101,7 @@ def step_limits(judged: Measures, factor: float) -> tuple[float, float]:
     return max(0.0, low - 1.2 * reach), high + 1.2 * reach
 
 
-def draw_steps(axes: Axes, name: str, judged: Measures, with_mfu: bool, theme: Theme) -> None:
+def draw_steps(axes: Axes, judged: Measures, with_mfu: bool, theme: Theme) -> None:
     plain_axes(axes, "y")
     axes.spines["bottom"].set_visible(True)
     world_size = judged.log.config.world_size
@@ -113,17 +116,20 @@ def draw_steps(axes: Axes, name: str, judged: Measures, with_mfu: bool, theme: T
     low, high = step_limits(judged, factor)
     shade_unmeasured(axes, steps, facecolor=theme.band, hatch="////", edgecolor=theme.grid, linewidth=0)
     unmeasured = points(step for step in steps if step.phase != "measured")
-    seen = [(x, y) for x, y in unmeasured if y > low]
-    below = [x for x, y in unmeasured if y <= low]
+    seen = [(x, y) for x, y in unmeasured if low < y < high]
     axes.plot([x for x, _ in seen], [y for _, y in seen], ".", color=theme.muted, markersize=4)
-    axes.plot(below, [low + 0.05 * (high - low)] * len(below), "v", color=theme.muted, markersize=3.5)
+    for marker, share, beyond in (
+        ("v", 0.05, [x for x, y in unmeasured if y <= low]),
+        ("^", 0.95, [x for x, y in unmeasured if y >= high]),
+    ):
+        axes.plot(beyond, [low + share * (high - low)] * len(beyond), marker, color=theme.muted, markersize=3.5)
     axes.axhspan(middle.q1, middle.q3, color=theme.series[0], alpha=0.16, linewidth=0)
     axes.axhline(middle.median, color=theme.series[0], linewidth=1.2)
     measured = judged.log.measured_steps()
     usual = points(step for step in measured if not is_outlier(step.step_time_s, times))
     axes.plot([x for x, _ in usual], [y for _, y in usual], ".", color=theme.series[0], markersize=3.5)
     outliers = points(step for step in measured if is_outlier(step.step_time_s, times))
-    strange = [(x, max(y, low)) for x, y in outliers]
+    strange = [(x, min(max(y, low), high)) for x, y in outliers]
     axes.plot([x for x, _ in strange], [y for _, y in strange], "x", color=theme.bad, markersize=5, markeredgewidth=1.4)
     axes.set_ylim(low, high)
     axes.set_xlim(0.5, steps[-1].step + 1.5)
@@ -132,7 +138,6 @@ def draw_steps(axes: Axes, name: str, judged: Measures, with_mfu: bool, theme: T
     )
     axes.locator_params(axis="y", nbins=4)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10], integer=True))
-    axes.set_title(f"{name}  ({world_size})", loc="left", size=8.5, weight="bold", color=theme.text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

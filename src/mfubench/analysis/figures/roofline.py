@@ -18,7 +18,7 @@ from mfubench.analysis.figures.style import Theme, empty_figure, halo, machine_l
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.profiles import Profiled
 from mfubench.analysis.roofline import Point, points_of
-from mfubench.analysis.units import format_digits, format_percent
+from mfubench.analysis.units import format_digits, format_percent, unit_of_tflops
 from mfubench.hardware import arithmetic_of_run, find_gpu, rank_share
 
 TITLE = "Roofline of the kernels"
@@ -79,21 +79,29 @@ def draw(found: Findings, theme: Theme) -> Figure:
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: format_digits(value)))
     axes.set_xlabel("FLOPs a byte")
-    axes.set_ylabel("TFLOP/s of one device while the group runs")
+    unit, scale = unit_of_axis(points)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_digits(scale * value)))
+    axes.set_ylabel(f"{unit} of one device while the group runs")
     return figure
+
+
+def unit_of_axis(points: list[Point]) -> tuple[str, float]:
+    """The unit of the fastest group, as the report's tables write it, and how many of it a TFLOP/s is."""
+    return unit_of_tflops(max(point.tflops for point in points))
 
 
 def draw_roofs(axes: Axes, roofs: list[Roof], points: list[Point]) -> None:
     """The roofs over the range of the points."""
+    unit, scale = unit_of_axis(points)
     # on the left of compute-bound groups their labels need room, which memory-bound ones make
     low = min(point.intensity for point in points) / (3 if any(p.kind == "memory" for p in points) else 60)
     high = max(point.intensity for point in points) * 4
     for roof in roofs:
         ridge = roof.tflops * 1000 / roof.gb_s
         knees = [low, *([ridge] if low < ridge < high else []), high]
+        label = f"{roof.label}: {format_digits(scale * roof.tflops, 4)} {unit}, {format_digits(roof.gb_s, 4)} GB/s"
         axes.plot(knees, [roof.at(x) for x in knees], linestyle=roof.style, color=roof.color, linewidth=1.4,
-                  label=f"{roof.label}: {format_digits(roof.tflops, 4)} TFLOP/s, {format_digits(roof.gb_s, 4)} GB/s",
-                  )  # fmt: skip
+                  label=label)  # fmt: skip
     axes.set_xlim(low, high)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper left")
@@ -111,7 +119,7 @@ def roofs_of(found: Findings, profiled: Profiled, theme: Theme) -> list[Roof]:
         rate = ceilings.fastest_matmul_tflops(arithmetic_of_run(log))
         if rate is not None:
             rate *= rank_share(log, ceilings)
-            roofs.append(Roof("measured", rate, ceilings.copy_rate.gb_s, (0, (4, 2)), theme.text))
+            roofs.append(Roof("fastest matmul measured", rate, ceilings.copy_rate.gb_s, (0, (4, 2)), theme.text))
     return roofs
 
 

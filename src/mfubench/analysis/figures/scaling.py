@@ -26,16 +26,17 @@ from mfubench.analysis.study import MOST_EFFICIENT
 from mfubench.analysis.units import TOO_NOISY, format_count, format_percent, is_noise
 
 Curve = list[tuple[ScalingPoint, float]]  # with their efficiency
-TITLE = "What is left of a GPU's rate when there are more of them"
+TITLE = "What is left of a {unit}'s rate when there are more of them"
 
 
 def draw(found: Findings, theme: Theme) -> Figure:
     unit = per_gpu(found).rsplit("/", 1)[1]
+    title = TITLE.format(unit=unit)
     curves, impossible = curves_of(found)
     left_out = f"left out as no scaling (more than {format_percent(MOST_EFFICIENT, 0)}): {', '.join(impossible)}"
     if not curves:
         reason = left_out if impossible else f"{what_there_is(found)}; a curve needs two world sizes"
-        return empty_figure(theme, TITLE, machine_label(found), reason)
+        return empty_figure(theme, title, machine_label(found), reason)
     drawn = [point for curve in curves.values() for point, _ in curve]
     sizes = sorted({point.world_size for point in drawn})
     start, end = limits_of(curves)
@@ -44,17 +45,22 @@ def draw(found: Findings, theme: Theme) -> Figure:
         f"{machine_label(found)} · weak scaling: the same work for each {unit} · efficiency: rate per {unit} over that "
         f"of the series' smallest world size, bars: 95 % interval{arrows}{f' · {left_out}' if impossible else ''}"
     )
-    figure = titled_figure(theme, TITLE, subtitle, 3.5)
+    figure = titled_figure(theme, title, subtitle, 3.5)
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
     left.set_ylim(start, end)
+    highest = max(curve[-1][0].tokens_per_s for curve in curves.values())
     for position, (name, curve) in enumerate(curves.items()):
         points = [point for point, _ in curve]
         color, marker = theme.series[position % len(theme.series)], MARKERS[position % len(MARKERS)]
         draw_efficiency(left, curve, name, color, marker, nudge=1 + 0.02 * (position - (len(curves) - 1) / 2))
         right.plot([p.world_size for p in points], [p.tokens_per_s for p in points], marker=marker, color=color)
-        right.annotate(format_count(points[-1].tokens_per_s), (points[-1].world_size, points[-1].tokens_per_s),
-                       xytext=(-6, 6), textcoords="offset points", ha="right", size=8.5,
-                       path_effects=halo(theme))  # fmt: skip
+        last = points[-1]
+        # above a lower curve's end runs the next one
+        above = {"xytext": (-6, 6), "ha": "right", "va": "baseline"}
+        below = {"xytext": (0, -8), "ha": "center", "va": "top"}
+        right.annotate(format_count(last.tokens_per_s), (last.world_size, last.tokens_per_s),
+                       textcoords="offset points", size=8.5, path_effects=halo(theme),
+                       **(above if last.tokens_per_s == highest else below))  # fmt: skip
         first = points[0]
         ideal = [first.tokens_per_s_per_gpu * size for size in (first.world_size, max(sizes))]
         right.plot([first.world_size, max(sizes)], ideal, color=color, linewidth=0.9, linestyle=(0, (2, 3)))

@@ -106,11 +106,12 @@ def titled_figure(theme: Theme, title: str, subtitle: str, height: float) -> Fig
 
 def empty_figure(theme: Theme, title: str, subtitle: str, reason: str) -> Figure:
     """An honest empty panel: what would stand here and why it does not."""
-    figure = titled_figure(theme, title, subtitle, 1.0)
+    lines = textwrap.wrap(f"Nothing to show: {reason}", 90)
+    figure = titled_figure(theme, title, subtitle, 0.8 + 0.2 * len(lines))
     axes = figure.subplots()
     axes.set_axis_off()
     axes.text(
-        0.5, 0.5, "\n".join(textwrap.wrap(f"Nothing to show: {reason}", 90)), ha="center", va="center",
+        0.5, 0.5, "\n".join(lines), ha="center", va="center",
         transform=axes.transAxes, size=10, color=theme.muted,
         bbox={"boxstyle": "round,pad=1.0", "facecolor": theme.band, "edgecolor": "none"},
     )  # fmt: skip

@@ -53,9 +53,15 @@ def draw(found: Findings, theme: Theme) -> Figure:
 
 
 def mfu_words(good: Sequence[Measures]) -> str:
-    """What MFU is of: one peak, or that of each case's precision."""
-    peaks = peak_label(good)
-    return f"MFU of the peak of each case's precision: {peaks}" if " or " in peaks else f"MFU of {peaks}"
+    """What MFU is of: one peak, or that of each case's precision, cards or share of a CPU."""
+    peaks = {(judged.peak.dtype, judged.peak.tflops): judged.peak.measured for judged in good if judged.peak}
+    precisions = {dtype for dtype, _ in peaks}
+    if len(peaks) < 2:
+        return f"MFU of {peak_label(good)}"
+    differing = ["precision"] if len(precisions) > 1 else []
+    if len(peaks) > len(precisions):
+        differing.append("share of the machine" if all(peaks.values()) else "cards")
+    return f"MFU of the peak of each case's {' and '.join(differing)}: {peak_label(good)}"
 
 
 def is_measurement(judged: Measures) -> bool:

@@ -72,7 +72,7 @@ def left_out_section(found: Findings) -> Section:
             words = {"oom": "out of memory", "skipped": "left out", "diverged": "diverged"}
             left_out.append([f"`{name}`", words.get(log.status, "failed"), log.reason or "no reason recorded"])
     left_out += [[f"`{name}`", "failed", failure.reason] for name, failure in study.failures.items()]
-    left_out += [[f"`{name}`", "missing", "has not been run"] for name in study.missing()]
+    left_out += [[f"`{name}`", "missing", study.why_missing(name)] for name in study.missing()]
     left_out += [[f"`{name}`", "left over", LEFT_OVER] for name in study.left_over]
     fell_back = [
         [f"`{name}`", setting, note]
@@ -165,7 +165,7 @@ def environment_section(found: Findings) -> Section:
     if found.study.ceilings is not None:
         for dtype in found.study.ceilings.measured_dtypes():
             rate = found.study.ceilings.large_matmul_tflops(dtype)
-            rows.append(["measured matmul", f"{rate:,.4g} TFLOP/s {dtype}, hot"])
+            rows.append(["measured large matmul", f"{rate:,.4g} TFLOP/s {dtype}, hot"])
     versions = {"driver": environment.driver, "CUDA": environment.cuda, "NCCL": environment.nccl}
     versions |= {"cuDNN": environment.cudnn, "torch": environment.torch, "Python": environment.python}
     rows += [[name, version] for name, version in {**versions, **environment.packages}.items() if version]

@@ -59,9 +59,11 @@ def effects_section(found: Findings) -> Section:
     blocks.append(Figure("effects", alt, effects.draw))
     if found.effects:
         columns = ["setting|", "worth", "95 % interval", "expected|", "memory", "differs in|", "cases|"]
-        blocks.append(
-            Table(columns, [effect_row(effect, found.expectations) for effect in found.effects], "Arm over control")
-        )
+        caption = "Arm over control"
+        if found.expectations:
+            caption += "; where the testing guide expects a single figure it stands for 3 points to either side"
+        rows = [effect_row(effect, found.expectations) for effect in found.effects]
+        blocks.append(Table(columns, rows, caption))
     alt = "Rates of the baseline and tier cases in order, with the change from each to the next."
     blocks.append(Figure("ladder", alt, ladder.draw))
     return Section("effects", "What each optimisation is worth", blocks)

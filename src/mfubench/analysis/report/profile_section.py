@@ -13,7 +13,6 @@ from mfubench.analysis.units import (
     format_milliseconds,
     format_percent,
     format_rate,
-    format_seconds,
     format_signed_percent,
 )
 from mfubench.host_load import contention_of_run
@@ -101,11 +100,11 @@ def next_sentence(found: Findings, profiled: Profiled) -> str:
     unknown = "" if "matmul" in profiled.ideals.seconds else NO_CEILINGS
     if row is None or row.ideal_s is None:
         return f"`{profiled.case}`: no part of its step takes longer than it must.{unknown}"
-    at_best = f"{format_seconds(row.ideal_s)} at best here ({row.ideal})" if row.ideal_s > 0 else "nothing at best"
+    time, step, ideal = map(format_milliseconds, (row.time_s, profiled.rank.step_s, row.ideal_s))
+    at_best = f"{ideal} at best here ({row.ideal})" if row.ideal_s > 0 else "nothing at best"
     return (
-        f"**The next optimisation of `{profiled.case}` is: {row.label}.** It takes {format_seconds(row.time_s)} of a "
-        f"step of {format_seconds(profiled.rank.step_s)}, and {at_best}. {worth_words(found, profiled, row)}"
-        f"{remedy(found, profiled.case, row)}{unknown}"
+        f"**The next optimisation of `{profiled.case}` is: {row.label}.** It takes {time} of a step of {step}, and "
+        f"{at_best}. {worth_words(found, profiled, row)}{remedy(found, profiled.case, row)}{unknown}"
     )
 
 
@@ -121,9 +120,9 @@ def worth_words(found: Findings, profiled: Profiled, row: Row) -> str:
 
 def unlike_sentence(profiled: Profiled) -> str:
     return (
-        f"The profiled step took {format_seconds(profiled.rank.step_s)}, the measured ones "
-        f"{format_seconds(profiled.measured_step_s)}: they were not alike, so its shares say more than its times. On a "
-        "machine that others use, measure again; where the host is the limit, the profiler slows it down."
+        f"The profiled step took {format_milliseconds(profiled.rank.step_s)}, the measured ones "
+        f"{format_milliseconds(profiled.measured_step_s)}: they were not alike, so its shares say more than its "
+        "times. On a machine that others use, measure again; where the host is the limit, the profiler slows it down."
     )
 
 
@@ -166,10 +165,10 @@ def how_taken(found: Findings, profiled: Profiled) -> str:
     """What the reader must know of the profile: overhead, ranks, streams, passes, the trace."""
     rank, ideals = profiled.rank, profiled.ideals
     words = [
-        f"The profiled step took {format_seconds(rank.step_s)}, {format_signed_percent(profiled.overhead)} against the "
-        f"median of the measured ones ({format_seconds(profiled.measured_step_s)}): the profiler's overhead, and the "
-        "spread between steps. Every moment is counted once: kernels that overlap share it, a collective counts where "
-        "nothing else ran."
+        f"The profiled step took {format_milliseconds(rank.step_s)}, {format_signed_percent(profiled.overhead)} "
+        f"against the median of the measured ones ({format_milliseconds(profiled.measured_step_s)}): the profiler's "
+        "overhead, and the spread between steps. Every moment is counted once: kernels that overlap share it, a "
+        "collective counts where nothing else ran."
     ]
     if ideals.recomputed_s > 0:
         words.append(
