@@ -20,6 +20,7 @@ from mfubench.model import Decoder, build_model
 from mfubench.run_log import Dataset, Parameters, RunFlopTerms
 from mfubench.train.choices import Resolved
 from mfubench.train.fsdp import FsdpEngine, keeps_weights
+from mfubench.train.loader import count_sequences
 from mfubench.train.modules import (
     accumulate_weight_gradients,
     checkpoint_activations,
@@ -148,8 +149,9 @@ def run_flop_terms(config: RunConfig) -> RunFlopTerms:
 def open_data(folder: Path, config: RunConfig) -> tuple[TokenDataset, TokenDataset | None, Dataset]:
     """Training tokens, validation tokens where there are any, and their description.
 
-    Raises ConfigError where there is no such folder, where files are damaged, where the model has fewer rows than the
-    data has ids, or where an evaluation is asked for and there is nothing to evaluate on.
+    Raises ConfigError where there is no such folder, where files are damaged, where the training tokens make no
+    sequence, where the model has fewer rows than the data has ids, or where an evaluation is asked for and there is
+    nothing to evaluate on.
     """
     if not folder.exists():
         raise ConfigError(
@@ -157,6 +159,8 @@ def open_data(folder: Path, config: RunConfig) -> tuple[TokenDataset, TokenDatas
             "(config/config.yaml, or --configfile FILE) below resources/datasets/"
         )
     train = TokenDataset.open(folder, "train")
+    if not config.evaluation.only:
+        count_sequences(train, config.seq_len)  # refused here, before a model of that length is built
     val = TokenDataset.open(folder, "val") if "val" in train.meta.splits else None
     evaluates = config.evaluation.interval or config.evaluation.at_start or config.evaluation.at_end
     if (evaluates or config.evaluation.only) and (val is None or val.num_tokens <= config.seq_len):
