@@ -123,6 +123,19 @@ FAULTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"tokens_per_s": 13.55 / 16 * 854_472, "achieved_tflops": None, "mfu_percent": None},
         ["rate_differs_from_step_time"],
     ),
+    "rate of other steps, by chance 15 of 16 micro-steps": (
+        {"tokens_per_s": 15 / 16 * 854_472, "achieved_tflops": None, "mfu_percent": None},
+        ["rate_differs_from_step_time"],
+    ),
+    "tokens before a stated resume": (
+        {"steps": 100, "resumed_at_step": 50, "total_tokens": 629_145_600, "total_time_s": 368.15},
+        ["resumed_tokens_counted"],
+    ),
+    "rate of one rank beside the true MFU of no named convention": (
+        {"tokens_per_s": 854_472 / 8, "achieved_tflops": None, "hardware_peak_tflops": None}
+        | {"mfu_percent": 39.1, "flops_per_token": None},
+        ["tokens_per_s_is_one_rank", "flops_convention_unstated"],
+    ),
     "rate of other steps, the micro-batch unknown": (
         {"tokens_per_s": 0.5 * 854_472, "achieved_tflops": None, "mfu_percent": None}
         | dict.fromkeys(("micro_batch_size", "gradient_accumulation_steps")),

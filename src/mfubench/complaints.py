@@ -12,10 +12,30 @@ from pydantic import BaseModel
 FILES = (".yaml", ".yml", ".json")  # endings of what opens a complaint, before the keys in it
 
 
+def explain_all(faults: Sequence[Any], where: str, schema: Any) -> list[str]:
+    """A line a fault; where a value fits no member of a union, one for all that is said of it."""
+    lines: list[str] = []
+    for fault in faults:
+        line, head = explain(fault, where, schema), found_at(fault, where, schema)
+        if lines and lines[-1].startswith(head) and line.startswith(head):
+            lines[-1] += f", or {line.removeprefix(head)}"
+        else:
+            lines.append(line)
+    return lines
+
+
+def found_at(fault: Any, where: str, schema: Any) -> str:
+    return f"{place_of(fault, where, schema)}: found {fault.get('input')!r}; "
+
+
+def place_of(fault: Any, where: str, schema: Any) -> str:
+    unknown = fault["loc"][-1:] if fault["type"] == "extra_forbidden" else ()
+    return place(where, (*follow(schema, fault["loc"])[0], *unknown))
+
+
 def explain(fault: Any, where: str, schema: Any) -> str:
     """One pydantic fault of `schema` (a model, or a union of models) as a sentence for who wrote the file."""
-    unknown = fault["loc"][-1:] if fault["type"] == "extra_forbidden" else ()
-    at = place(where, (*follow(schema, fault["loc"])[0], *unknown))
+    at = place_of(fault, where, schema)
     found = fault.get("input")
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
@@ -31,7 +51,7 @@ def explain(fault: Any, where: str, schema: Any) -> str:
     hint = ""
     if isinstance(found, str) and fault["type"] in ("float_type", "int_type"):
         hint = " (YAML reads 1e-3 as text; write 1.0e-3)" if "e" in found.lower() else " (without quotes)"
-    return f"{at}: found {found!r}; {message[0].lower()}{message[1:]}{hint}"
+    return f"{found_at(fault, where, schema)}{message[0].lower()}{message[1:]}{hint}"
 
 
 def place(where: str, keys: Sequence[str | int]) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 
-from mfubench.complaints import explain, place
+from mfubench.complaints import explain_all, place
 
 LARGEST_INTEGER = 2**53  # that a JSON number holds exactly wherever it is read
 Attention = Literal["auto", "fa4", "fa3", "fa2", "cudnn", "sdpa", "eager"]
@@ -378,11 +378,17 @@ def parse(schema: type[Strict], values: Any, where: str) -> Any:
 
     Raises ConfigError with one line per fault: where, what was found, what is allowed.
     """
-    check_plain(values, where)
     try:
-        return schema.model_validate_json(json.dumps(values, allow_nan=True))
+        check_plain(values, where)
+        text = json.dumps(values, allow_nan=True)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: holds itself, or a key that is no text ({error})") from None
+    try:
+        return schema.model_validate_json(text)
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(fault, where, schema) for fault in error.errors())) from None
+        raise ConfigError("\n".join(explain_all(error.errors(), where, schema))) from None
 
 
 def check_plain(values: Any, where: str, keys: tuple[str | int, ...] = ()) -> None:

@@ -268,12 +268,11 @@ def write_bytes_atomically(path: Path | str, content: bytes) -> None:
     A link is followed. Raises ConfigError for what is there and no file: a device would be replaced by one.
     """
     path = Path(path)
-    if path.is_symlink():
-        path = path.resolve()
     check_replaceable(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    target = Path(os.path.realpath(path))  # of a link in a circle a link, which is replaced
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        replace_file(path, content)
+        replace_file(target, content)
     except OSError as error:
         error.filename, error.filename2 = str(path), None  # not the temporary one; a full disk's error names none
         raise

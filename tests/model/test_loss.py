@@ -161,6 +161,26 @@ def test_chunked_holds_one_chunk(compile_backend: str) -> None:
     assert (1 if not compile_backend else 2) <= chunks < (1.1 if not compile_backend else 2.1)
 
 
+def test_all_chunks_are_in_one_buffer_and_rows_beyond_the_vocabulary_count_nothing() -> None:
+    hidden, weight, _ = inputs(torch.float32)
+    padded = torch.cat([weight.detach(), torch.ones(3, HIDDEN)])  # as on a card, where they are zeros
+    places = set()
+    for rows, logits in losses.chunks_of_logits(hidden.detach(), padded, V, 7):
+        places.add(logits.data_ptr())
+        torch.testing.assert_close(logits[:, :V], hidden[rows].detach() @ weight.detach().T)
+        assert logits.shape == (len(range(N)[rows]), V + 3) and torch.all(logits[:, V:] == -torch.inf)
+    assert len(places) == 1
+
+
+def test_an_evaluation_takes_chunks_of_a_plain_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its float32 copies stand beside the logits, own kernel or not."""
+    asked: list[bool] = []
+    monkeypatch.setattr(losses, "chunk_bytes", lambda own_kernel: asked.append(own_kernel) or 10**6)
+    with torch.no_grad():
+        chunked_loss(*inputs(torch.float32), fused=True)
+    assert asked == [False]
+
+
 def test_evaluation_computes_no_gradients() -> None:
     hidden, weight, labels = inputs(torch.float32)
     with torch.no_grad():

@@ -232,6 +232,13 @@ def test_what_is_no_file_is_never_replaced_by_one(tmp_path, refusal):
     assert refusal("plot", run, "--output", pipe) == said and pipe.is_fifo()
     with pytest.raises(ConfigError, match="is a folder; name a file"):
         write_text_atomically(folder, "")
+    pipes_link = tmp_path / "pipes.png"
+    pipes_link.symlink_to(pipe)
+    assert refusal("plot", run, "--output", pipes_link) == said.replace(str(pipe), str(pipes_link))
+    for one, other in (("a.png", "b.png"), ("b.png", "a.png")):  # a circle
+        (tmp_path / one).symlink_to(tmp_path / other)
+    plot_run(make_run_log(), tmp_path / "a.png")
+    assert (tmp_path / "a.png").is_file()
     plot_run(make_run_log(), link)
     assert link.is_symlink() and (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
 

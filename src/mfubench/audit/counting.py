@@ -102,7 +102,9 @@ def count_against_claim(
     if rank_reading:
         reason = " (another run of the same system shows that it logs one rank's)" if others_are_one_rank else ""
         findings.append(one_rank(W, f"{shown}{reason}", 0.93 if others_are_one_rank else 0.7))
-    if is_whole(per_gpu):
+    # of many micro-steps any number lies near a whole one
+    may_be_pauses = abs(per_gpu / A - 1) <= CLOSE and A * TOLERANCE > WHOLE
+    if is_whole(per_gpu) and not may_be_pauses:
         spread = f" over all {W} (or, were the rate one rank's, {counted:.4g} on each)"
         sentence = (
             f"{number_of(A, 'micro-step')} per {unit} {'is' if A == 1 else 'are'} claimed, but "

@@ -21,7 +21,8 @@ from mfubench.audit.rates import (
 from mfubench.audit.reported import ReportedRun
 from mfubench.audit.series import check_series
 from mfubench.config import ConfigError
-from mfubench.flops import flops_per_token
+from mfubench.flops import FlopTerms, flops_per_token
+from mfubench.hardware import Peak
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ def audit_reported(run: ReportedRun, source: str, *, others_are_one_rank: bool =
     findings = [*rate.findings, *findings]
     if peak is not None:
         findings += check_peak(run, peak)
-    if rate.true == rate.stated or check_mfu(run, peak, rate.true, terms):  # an MFU of the true rate is right
-        findings += check_mfu(run, peak, rate.stated, terms)
+    findings += check_mfu_of_either_rate(run, peak, rate, terms)
     findings += check_flops(run, terms)
     findings += check_parameters(run)
     if peak is not None and rate.true is not None:
@@ -71,6 +71,12 @@ def audit_reported(run: ReportedRun, source: str, *, others_are_one_rank: bool =
         checked=bool(findings) or any(not check.missing for check in checks),
         not_checked=[str(check) for check in checks if check.missing and check.of_interest],
     )
+
+
+def check_mfu_of_either_rate(run: ReportedRun, peak: Peak | None, rate: Rate, terms: FlopTerms | None) -> list[Finding]:
+    """A source that states another rate than the true one may still have its MFU of the true one."""
+    of_stated, of_true = (check_mfu(run, peak, one, terms) for one in (rate.stated, rate.true))
+    return of_true if all(finding.code == "flops_convention_unstated" for finding in of_true) else of_stated
 
 
 def check_auditable(verdicts: Sequence[RunVerdict], where: str) -> None:
@@ -196,7 +202,7 @@ def check_totals(run: ReportedRun, true_rate: float | None) -> list[Finding]:
         f"{run.total_tokens:,.0f} tokens in {run.total_time_s:,.0f} s are {total_rate:,.0f} tokens/s, more than the "
         f"{true_rate:,.0f} of its steps"
     )
-    if run.resumed_at_step == 0 or made_by_its_steps(run):
+    if run.resumed_at_step == 0 or (run.resumed_at_step is None and made_by_its_steps(run)):
         sentence = f"{beyond}, and nothing was trained before them: the stated rate or the total time is wrong"
         return [Finding("rate_differs_from_step_time", sentence, 0.7)]
     resumed = f"the resume at step {run.resumed_at_step}" if run.resumed_at_step else "a resume"

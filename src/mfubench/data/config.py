@@ -25,7 +25,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from mfubench.config import ConfigError, Strict, explain
+from mfubench.complaints import explain_all
+from mfubench.config import ConfigError, Strict
 
 Family = Literal["gpt2", "llama2", "llama3", "qwen3"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -177,4 +178,4 @@ def _from_json(schema: Any, text: str, where: str) -> Any:
     try:
         return TypeAdapter(schema).validate_json(text)
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(fault, where, schema) for fault in error.errors())) from None
+        raise ConfigError("\n".join(explain_all(error.errors(), where, schema))) from None

@@ -62,8 +62,9 @@ def chunked_loss(
     The gradients are made in the forward pass. A main gradient is added to there, before it is known what arrives in
     the backward pass: that must be 1. Raises ValueError in float16, whose loss is scaled.
     """
-    size = chunk_size(hidden.shape[0], hidden.element_size() * weight.shape[0], chunk_bytes(fused))
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    own_kernel = fused and gradients  # an evaluation makes float32 copies of a chunk, so that it takes smaller ones
+    size = chunk_size(hidden.shape[0], hidden.element_size() * weight.shape[0], chunk_bytes(own_kernel))
     if main is None or not gradients:
         return chunked_cross_entropy(hidden, weight, labels, size, gradients, compile_backend, fused)[0]
     if hidden.dtype == torch.float16:
