@@ -172,13 +172,16 @@ def test_all_chunks_are_in_one_buffer_and_rows_beyond_the_vocabulary_count_nothi
     assert len(places) == 1
 
 
-def test_an_evaluation_takes_chunks_of_a_plain_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its float32 copies stand beside the logits, own kernel or not."""
-    asked: list[bool] = []
-    monkeypatch.setattr(losses, "chunk_bytes", lambda own_kernel: asked.append(own_kernel) or 10**6)
+def test_an_evaluation_holds_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chunks are its own: float32 copies stand beside the logits, whatever kernel a training takes."""
+    monkeypatch.setattr(losses, "EVALUATED_BYTES", 5 * V * 4)
+    sizes: list[int] = []
+    chunks = losses.chunks_of_logits
+    monkeypatch.setattr(losses, "chunks_of_logits", lambda *given: sizes.append(given[3]) or chunks(*given))
     with torch.no_grad():
-        chunked_loss(*inputs(torch.float32), fused=True)
-    assert asked == [False]
+        loss = chunked_loss(*inputs(torch.float32), fused=True)
+    assert sizes == [5]
+    torch.testing.assert_close(loss, full_loss(*inputs(torch.float32)).detach())
 
 
 def test_evaluation_computes_no_gradients() -> None:

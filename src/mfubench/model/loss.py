@@ -26,6 +26,7 @@ from mfubench.run_log import Choice
 LossFunction = Callable[..., Tensor]
 SoftmaxStep = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]  # see softmax_form
 
+EVALUATED_BYTES = 2**28  # of logits in a chunk without gradients: float32 copies of it stand beside it
 TILE = 128  # rows that a tensor-core matmul computes at once
 
 
@@ -63,8 +64,8 @@ def chunked_loss(
     the backward pass: that must be 1. Raises ValueError in float16, whose loss is scaled.
     """
     gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    own_kernel = fused and gradients  # an evaluation makes float32 copies of a chunk, so that it takes smaller ones
-    size = chunk_size(hidden.shape[0], hidden.element_size() * weight.shape[0], chunk_bytes(own_kernel))
+    limit = chunk_bytes(fused) if gradients else EVALUATED_BYTES
+    size = chunk_size(hidden.shape[0], hidden.element_size() * weight.shape[0], limit)
     if main is None or not gradients:
         return chunked_cross_entropy(hidden, weight, labels, size, gradients, compile_backend, fused)[0]
     if hidden.dtype == torch.float16:
