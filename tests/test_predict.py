@@ -735,7 +735,7 @@ def test_command_calibrates_on_a_folder(tmp_path):
     assert "UNCALIBRATED" in run_command("llama2-1.36b", "--gpu", "H100 SXM")
 
 
-def test_command_says_what_is_wrong():
+def test_command_says_what_is_wrong(tmp_path):
     for arguments, words in (
         (["llama3-8b", "--gpu", "H100 SXM"], "does not fit"),
         (["llama2-1.36b", "--gpu", "H1000"], "H1000"),
@@ -749,7 +749,7 @@ def test_command_says_what_is_wrong():
         (["llama2-1.36b", "--gpu", "B200", "--gpus", "8", "--parallelism", "none"], "one process"),
         (["llama2-1.36b", "--gpu", "B200", "--network-gb-s", "0"], "network_gb_s"),
         (["llama2-tiny", "--gpu", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "--gpus", "2"], "no link"),
-        (["llama2-tiny", "--gpu", "B200", "--runs", "/nowhere"], "no such folder"),
+        (["llama2-tiny", "--gpu", "B200", "--runs", str(tmp_path / "nowhere")], "no such folder"),
     ):
         with pytest.raises(ConfigError, match=words):
             CliRunner().invoke(app, ["predict", *arguments], catch_exceptions=False)
