@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import Clock
+from benchmarks.kernels import Clock, device_and_model
 from benchmarks.rows import markdown_table
 from mfubench.config import ConfigError, ModelConfig
 from mfubench.model.loss import accumulating_cross_entropy, chunk_size, chunked_cross_entropy
-from mfubench.presets import load_model
 from mfubench.run_log import write_json
 
 GIB = 2**30
@@ -135,21 +134,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("error: no CUDA device is here; --device cpu tries the harness", file=sys.stderr)
-        return 1
-    try:
-        model = load_model(arguments.model)
-    except ConfigError as error:
-        print(f"error: --model: {error}", file=sys.stderr)
-        return 1
     tokens = arguments.micro_batch_size * arguments.seq_len
-    loss = Loss(model, tokens, device)
-    forms = loss.forms([int(limit * GIB) for limit in arguments.limits])
     try:
+        device, model = device_and_model(arguments, without_cuda="where --device cpu tries the harness alone")
+        loss = Loss(model, tokens, device)
+        forms = loss.forms([int(limit * GIB) for limit in arguments.limits])
         rows = compare(loss, forms, Clock(device, 1, 0.0), max(2, arguments.calls))
-    except ArithmeticError as error:
+    except (ConfigError, ArithmeticError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -233,16 +233,23 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = make_parser().parse_args(argv)
+def device_and_model(arguments: argparse.Namespace, without_cuda: str) -> tuple[torch.device, ModelConfig]:
+    """What --device and --model name. Raises ConfigError for what is not to be had; without_cuda: what that means."""
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("error: no CUDA device is here, and the kernels need one", file=sys.stderr)
-        return 1
+        raise ConfigError(f"no CUDA device is here, {without_cuda}")
     try:
-        model = load_model(arguments.model)
+        return device, load_model(arguments.model)
     except ConfigError as error:
-        print(f"error: --model: {error}", file=sys.stderr)
+        raise ConfigError(f"--model: {error}") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = make_parser().parse_args(argv)
+    try:
+        device, model = device_and_model(arguments, without_cuda="and the kernels need one")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     clock = Clock(device, arguments.repeats, arguments.batch_seconds)
     tokens = arguments.micro_batch_size * arguments.seq_len

@@ -151,12 +151,18 @@ def tokens_of_a_step(run: ReportedRun, stated: float | None) -> float | None:
     return stated * run.step_time_s if stated and run.step_time_s else None
 
 
+def tokens_of_the_batch(run: ReportedRun) -> int | None:
+    """Tokens of a step over all GPUs, by micro-batch and accumulation as they are stated."""
+    if run.tokens_per_micro_batch is None or run.gradient_accumulation_steps is None:
+        return None
+    return run.tokens_per_micro_batch * run.gradient_accumulation_steps * run.num_gpus
+
+
 def rate_from_batch(run: ReportedRun) -> Rate:
     """No rate is stated: from the batch and the step time, or from totals."""
     if run.total_tokens and run.total_time_s:
         return Rate(None, run.total_tokens / run.total_time_s, None, [])
-    if run.tokens_per_micro_batch and run.gradient_accumulation_steps and run.step_time_s:
-        tokens = run.tokens_per_micro_batch * run.gradient_accumulation_steps * run.num_gpus
+    if (tokens := tokens_of_the_batch(run)) and run.step_time_s:
         return Rate(None, tokens / run.step_time_s, run.gradient_accumulation_steps, [])
     return Rate(None, None, None, [])
 
@@ -213,10 +219,10 @@ def check_totals(run: ReportedRun, true_rate: float | None) -> list[Finding]:
 
 def made_by_its_steps(run: ReportedRun) -> bool:
     """Whether the run's own steps, each of the batch that is stated, make its total tokens."""
-    if not (run.steps and run.total_tokens and run.tokens_per_micro_batch and run.gradient_accumulation_steps):
+    tokens = tokens_of_the_batch(run)
+    if not (run.steps and run.total_tokens and tokens):
         return False
-    tokens_a_step = run.tokens_per_micro_batch * run.gradient_accumulation_steps * run.num_gpus
-    return near(run.total_tokens, run.steps * tokens_a_step)
+    return near(run.total_tokens, run.steps * tokens)
 
 
 def events_of(run: ReportedRun) -> set[int]:
