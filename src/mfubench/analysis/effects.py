@@ -161,11 +161,16 @@ def fallback_note(log: RunLog) -> str:
 
 def why_missing(study: Study, name: str) -> str:
     """Why a case has no figures, in words."""
+    return f"{name} {fate_of(study, name)}"
+
+
+def fate_of(study: Study, name: str) -> str:
+    """What became of a case without figures: a sentence's predicate, for where its name stands already."""
     if name in study.declared.skipped:
-        return f"{name} was left out: {study.declared.skipped[name]}"
+        return f"was left out: {study.declared.skipped[name]}"
     if name in study.failures:
-        return f"{name} failed: {study.failures[name].reason}"
+        return f"failed: {study.failures[name].reason}"
     if name in study.runs:
         log = study.runs[name]
-        return f"{name} ended as {log.status}: {log.reason or 'no reason recorded'}"
-    return f"{name} {study.why_missing(name)}"
+        return f"ended as {log.status}: {log.reason or 'no reason recorded'}"
+    return study.why_missing(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mfubench.analysis.effects import why_missing
+from mfubench.analysis.effects import fate_of
 from mfubench.analysis.ideal import Ideals, ideals_of
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.study import Study
@@ -125,7 +125,7 @@ def asked_for(study: Study) -> list[str]:
 def why_not_kept(study: Study, name: str) -> str:
     """Why a case that asks for a profile has no trace."""
     has_run = name in study.runs and study.runs[name].status == "ok"
-    return NOT_KEPT if has_run else why_missing(study, name).removeprefix(f"{name} ")  # which stands beside it
+    return NOT_KEPT if has_run else fate_of(study, name)
 
 
 def judge_profile(case: str, judged: Measures, breakdown: Breakdown, study: Study) -> Profiled:

@@ -12,7 +12,7 @@ from matplotlib.ticker import PercentFormatter
 
 from mfubench.analysis.effects import Effect
 from mfubench.analysis.expectations import Expectations
-from mfubench.analysis.expected import expected_change, judged_change
+from mfubench.analysis.expected import EFFECT_TOLERANCE, expected_change, judged_change
 from mfubench.analysis.figures.style import (
     Theme,
     empty_figure,
@@ -29,7 +29,7 @@ from mfubench.words import number_of
 
 TITLE = "What each setting is worth"
 ROW = 0.46  # inches
-EXPECTED = "expected by the testing guide (a single figure: ± 3 points)"
+EXPECTED = f"expected by the testing guide (a single figure: ± {100 * EFFECT_TOLERANCE:.0f} points)"
 WIDEST = 2.0  # change shown at the most: what goes beyond has an arrow at the edge
 MARKS = {"faster": "o", "slower": "s", "no difference": "D", "too noisy": "X"}
 
