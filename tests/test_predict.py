@@ -502,11 +502,26 @@ def test_states_are_eighteen_bytes_a_parameter_and_sharded():
     assert (zero1.weights, zero1.gradients) == (alone.weights, alone.gradients)
     sharded = make_run_config(world_size=4, parallelism="fsdp")
     one_micro_step = sharded.model_copy(update={"gradient_accumulation_steps": 1})
-    assert estimate(one_micro_step).gradients == pytest.approx(zero1.gradients / 4)  # none is kept whole
+    assert estimate(one_micro_step).gradients == 0  # none is kept whole, and its shards come as activations go
     kept, resharded = estimate(sharded), estimate(sharded, capacity_gib=16.0)
-    assert kept.weights == zero1.weights and kept.gradients == pytest.approx(1.25 * zero1.gradients)
+    assert kept.weights == pytest.approx(1.25 * zero1.weights)  # the rounded shards, which are gathered
+    assert kept.gradients == pytest.approx(zero1.gradients)
     assert resharded.gradients < zero1.gradients and resharded.weights < zero1.weights
     assert kept.masters == resharded.masters == zero1.masters
+
+
+def test_fsdp_holds_whole_gradients_where_matmuls_make_them():
+    kernels = {"weight_gradient": "accumulate"}
+    config = make_run_config(world_size=4, parallelism="fsdp", kernels=kernels)
+    one = config.model_copy(update={"gradient_accumulation_steps": 1})
+    parameters, vocabulary = 1_294_159_104, 32_000 * config.model.hidden_size
+    gib = 2**30
+    assert estimate(config).gradients == pytest.approx(4 * parameters / gib)
+    assert estimate(one).gradients == pytest.approx(4 * (parameters - vocabulary) / gib)  # a lookup's gradient is short
+    held = estimate(one).weights - estimate(config).weights  # the head, gathered last, until something else is gathered
+    assert held == pytest.approx(2 * vocabulary / gib)
+    whole = make_run_config(world_size=4, parallelism="fsdp", kernels=kernels, dtype="float32")
+    assert estimate(whole).weights == pytest.approx(4 * parameters / gib)  # gathered from the masters
 
 
 def test_fsdp_keeps_weights_when_the_trainer_does(monkeypatch):

@@ -142,9 +142,8 @@ def test_auto_is_what_the_trainer_takes():
     assert resolved(loss="fused") == {**fused, "cross_entropy": "plain"}
     assert resolved(fp8=True) == {**fused, "weight_gradient": "plain"}
     sharded = {"parallelism": "fsdp", "world_size": 2}
-    assert resolved(**sharded) == fused
+    assert resolved(**sharded) == resolved(**sharded, gradient_accumulation_steps=1) == fused
     for no_sum in (
-        {"gradient_accumulation_steps": 1},
         {"communication": {"reduce_dtype": "bfloat16"}},
         {"communication": {"reshard_after_forward": "always"}},
     ):
@@ -251,7 +250,7 @@ def test_allocated_memory_of_every_measured_run(logs):
     """What is counted lies below what was measured by workspaces: 0.1 to 0.22 GiB.
 
     With CUDA graphs up to 0.32, under fsdp, which has buffers of its own, up to 0.26. Chunked losses but those of
-    `-chunks` were measured when they held more (`held_in_1_gib_chunks`).
+    `-chunks` and under fsdp were measured when they held more (`held_in_1_gib_chunks`).
     """
     peaks = observe_memory(logs)
     assert len(peaks) >= 116 and sum(one.config.fp8 for one in peaks) >= 4
@@ -259,7 +258,8 @@ def test_allocated_memory_of_every_measured_run(logs):
     for one in peaks:
         estimate = estimate_memory(one.config, one.capacity_gib)
         counted = estimate.allocated_gib
-        if one.config.loss == "chunked" and not one.name.endswith("-chunks"):
+        recent = one.name.endswith("-chunks") or one.config.parallelism == "fsdp"
+        if one.config.loss == "chunked" and not recent:
             counted += held_in_1_gib_chunks(one.config) - estimate.logits
         most = 0.32 if one.config.cuda_graphs else 0.26 if one.config.parallelism == "fsdp" else 0.22
         assert 0.05 < one.peak_allocated_gib - counted < most, one.name

@@ -35,8 +35,6 @@ def fsdp_keeps_weights(config: RunConfig, parameters: Any, capacity_gib: float) 
 
 def fsdp_without_sum(config: RunConfig, parameters: int, capacity_gib: float) -> str | None:
     """Why fsdp has no whole float32 gradient for matmuls to add to, or None where it has."""
-    if config.gradient_accumulation_steps == 1:
-        return "with one micro-step fsdp has no gradients to add up"
     if config.communication.reduce_dtype != "float32":
         return f"fsdp adds up gradients in communication.reduce_dtype, {config.communication.reduce_dtype}"
     if not fsdp_keeps_weights(config, parameters, capacity_gib):

@@ -90,33 +90,51 @@ def state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float) -> d
 
     bf16 and fp16: 2 a compute weight, 4 a master, 8 for Adam's two moments, and 4 for gradients, which are accumulated
     in float32 (each parameter's own gradient is freed at once). float32: the weights are the masters. zero1 divides
-    masters and moments among the ranks. fsdp divides everything: its shards are the masters, and weights are gathered,
-    all of them for a step where they fit (`fsdp_keeps_weights`), else for the block at hand and the one prefetched.
-    Whole gradients are then kept from one micro-step to the next; with a single one, none is: each block's are reduced
-    at once, while the activations give up more than they take.
+    masters and moments among the ranks; fsdp everything (`fsdp_state_bytes`).
     """
-    counts = count_parameters(model)
     element = ELEMENT_BYTES[config.dtype]
-    parameters = counts.total
     if config.parallelism == "fsdp":
-        block = (counts.attention + counts.mlp) / model.num_hidden_layers
-        keeps = fsdp_keeps_weights(config, parameters, capacity_gib)
-        gathered = np.where(keeps, parameters, 2 * np.maximum(block, counts.lm_head))
-        summed = 4 * parameters if config.gradient_accumulation_steps > 1 else 0
-        whole_gradients = np.where(keeps, summed, element * gathered)
-        shard = parameters / config.world_size
-        return {
-            "weights": element * gathered,
-            "masters": 4 * shard,
-            "moments": 8 * shard,
-            "gradients": 4 * shard + whole_gradients,
-        }
+        return fsdp_state_bytes(config, model, capacity_gib)
+    parameters = count_parameters(model).total
     share = 1 / config.world_size if config.parallelism == "zero1" else 1.0
     return {
         "weights": element * parameters,
         "masters": 4 * parameters * share if element < 4 else 0 * parameters,
         "moments": 8 * parameters * share,
         "gradients": 4 * parameters,
+    }
+
+
+def fsdp_state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float) -> dict[str, Any]:
+    """`state_bytes` of fsdp, whose shards are the masters; beside them their rounded form, which is gathered.
+
+    Weights are gathered all of them for a step where they fit (`fsdp_keeps_weights`), else for the block at hand and
+    the one prefetched. What was gathered last is held once more until the next gather, which several micro-steps do
+    not wait for. Whole gradients are kept from one micro-step to the next, and made in whole buffers where matmuls
+    accumulate, all but a lookup's; else each block's are reduced at once, while the activations give up more than they
+    take. The shards of reduced gradients come as activations go, but for those of earlier micro-steps.
+    """
+    counts = count_parameters(model)
+    element, parameters = ELEMENT_BYTES[config.dtype], counts.total
+    block = (counts.attention + counts.mlp) / model.num_hidden_layers
+    several = config.gradient_accumulation_steps > 1
+    keeps = fsdp_keeps_weights(config, parameters, capacity_gib)
+    gathered_last = block if model.tie_word_embeddings else counts.lm_head
+    gathered = np.where(keeps, parameters + (0 if several else gathered_last), 2 * np.maximum(block, counts.lm_head))
+    if several:
+        whole = parameters
+    elif config.kernels.weight_gradient == "accumulate":
+        whole = parameters - counts.token_embedding
+    else:
+        whole = 0
+    whole_gradients = np.where(keeps, 4 * whole, element * gathered)
+    shard = parameters / config.world_size
+    reduced_before = np.where(keeps, 0, 4 * shard if several else 0)
+    return {
+        "weights": element * gathered + (element * shard if element < 4 else 0),
+        "masters": 4 * shard,
+        "moments": 8 * shard,
+        "gradients": reduced_before + whole_gradients,
     }
 
 

@@ -133,8 +133,11 @@ def accumulation_bytes(config: RunConfig) -> float:
     """Bytes a step that adding micro-batch gradients to the float32 gradient moves: the first is copied.
 
     Gradients that matmuls accumulate themselves are not among them (`epilogue_bytes`). What ddp and zero1 reduce in
-    another dtype is rounded whole, and cast back where this rank needs the sum; fsdp copies in any case.
+    another dtype is rounded whole, and cast back where this rank needs the sum. fsdp adds up nothing where there is one
+    micro-step; what it copies to reduce it counts as communication (`step_model.lost_to_communication`).
     """
+    if config.parallelism == "fsdp" and config.gradient_accumulation_steps == 1:
+        return 0.0
     element, again = ELEMENT_BYTES[config.dtype], config.gradient_accumulation_steps - 1
     parameters = count_parameters(config.model).total
     added = parameters - accumulating_weights(config)
@@ -171,7 +174,7 @@ def optimizer_bytes(config: RunConfig) -> float:
     publish = 0 if config.dtype == "float32" else 4 + ELEMENT_BYTES[config.dtype]
     if config.kernels.adamw == "fused":
         adamw = 4 * 7
-        if config.dtype != "float32" and config.parallelism != "fsdp":  # which rounds weights when it gathers them
+        if config.dtype != "float32":
             publish = ELEMENT_BYTES[config.dtype]
     return count_parameters(config.model).total * share * (norm + adamw + publish)
 

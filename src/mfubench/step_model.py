@@ -16,6 +16,7 @@ from mfubench.decisions import ELEMENT_BYTES, fsdp_keeps_weights
 from mfubench.flops import count_parameters
 from mfubench.step_bytes import (
     GRADIENT_BYTES,
+    accumulating_weights,
     accumulation_bytes,
     eager_passes,
     elementwise_bytes_by_group,
@@ -138,7 +139,8 @@ def lost_to_communication(config: RunConfig, rates: Rates, forward_s: float, bac
     the optimizer, in the open. fsdp: weights gathered behind the first forward pass and gradients scattered behind
     the last backward pass, or, where memory does not keep them, both in every micro-step. What is left over is waited
     for, and what is hidden slows the kernels it hides behind. fsdp also copies, which nothing hides: gathered weights
-    into their places, whole gradients into the buffer that is scattered, cast to the dtype of the reduction.
+    into their places, and into the buffer that is scattered those gradients that no matmul has made there, cast to the
+    dtype of the reduction.
     """
     if config.world_size == 1:
         return 0.0
@@ -159,7 +161,8 @@ def lost_to_communication(config: RunConfig, rates: Rates, forward_s: float, bac
     keeps = fsdp_keeps_weights(config, parameters, rates.memory_gib)
     summed = keeps and config.gradient_accumulation_steps > 1
     of_gradient = (GRADIENT_BYTES if summed else ELEMENT_BYTES[config.dtype]) + reduced_bytes(config)
-    into_place, into_buffer = (size / (rates.bandwidth_gb_s * 1e9) for size in (2 * weights, parameters * of_gradient))
+    copied = (parameters - accumulating_weights(config)) * of_gradient
+    into_place, into_buffer = (size / (rates.bandwidth_gb_s * 1e9) for size in (2 * weights, copied))
     forward, backward = lost(gather, forward_s, block) + into_place, lost(scatter, backward_s, block) + into_buffer
     if keeps:
         return forward + backward

@@ -16,6 +16,11 @@ from mfubench.profiling.categories import (
 
 H100_STEP = Path(__file__).parent / "h100_kernels.txt"  # total ms, count, name: 4 micro-steps and the optimizer
 
+FSDP_PACKS = (  # what torch's fully_shard copies before it gathers and reduces, as a trace on an H200 named it
+    "TensorListMetadata<2>, CopyFunctor<c10::BFloat16, float, 2, 1, 1>, at::native::Copy<c10::BFloat16, float> >",
+    "TensorListMetadata<2>, UnaryOpFunctor<c10::BFloat16, 2, 1, 1>, at::native::Copy<c10::BFloat16, c10::BFloat16> >",
+    "TensorListMetadata<1>, at::native::(anonymous namespace)::ZeroFunctor<float, 1, 1, 0>>",
+)
 KERNELS = {
     "matmul": [
         "nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NNT",
@@ -48,7 +53,11 @@ KERNELS = {
         "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         "ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)",
     ],
-    "copy": ["Memcpy HtoD (Pinned -> Device)", "Memset (Device)"],
+    "copy": [
+        "Memcpy HtoD (Pinned -> Device)",
+        "Memset (Device)",
+        *[f"void at::native::(anonymous namespace)::multi_tensor_apply_kernel<{name}" for name in FSDP_PACKS],
+    ],
     "other": ["mysterious_thing_v2"],
 }
 

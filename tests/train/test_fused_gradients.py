@@ -191,8 +191,6 @@ def test_products_overwrite_or_add_in_float32():
 def test_where_it_cannot_be_had_the_plain_form_is_used_and_the_reason_kept():
     cpu, cases = torch.device("cpu"), {}
     asked = tiny_config(kernels=ACCUMULATE)
-    sharded = tiny_config(kernels=ACCUMULATE, gradient_accumulation_steps=1)
-    cases["one micro-step"] = resolve_weight_gradient(sharded, cpu, torch.float32, "fsdp", "false")
     for communication, word in (
         ({"reduce_dtype": "bfloat16"}, "bfloat16"),
         ({"reshard_after_forward": "always"}, "each"),
@@ -235,13 +233,26 @@ def test_every_parallelism_trains_alike(data, tmp_path):
         {"dtype": "bfloat16", "activation_checkpointing": "full"},
         {"communication": {"shard_ranks": 1}},
         {"dtype": "bfloat16", "measurement": {"profile": "kernels"}},
+        {"gradient_accumulation_steps": 1},
+        {"gradient_accumulation_steps": 1, "model": {"tie_word_embeddings": True}, "loss": "full", "dtype": "bfloat16"},
+        {"gradient_accumulation_steps": 1, "world_size": 3, "model": {"tie_word_embeddings": False}},
     ],
-    ids=["tied", "biases", "compiled", "bfloat16", "copies", "profiled"],
+    ids=[
+        "tied",
+        "biases",
+        "compiled",
+        "bfloat16",
+        "copies",
+        "profiled",
+        "one step",
+        "one step, tied",
+        "rows left over",
+    ],
 )
 def test_fsdp_reduces_what_matmuls_have_added_up(data, tmp_path, options):
     batch = {"world_size": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 3, "max_iters": 5}
     configs = {
-        name: tiny_config(parallelism="fsdp", kernels=kernels, **batch, **options)
+        name: tiny_config(parallelism="fsdp", kernels=kernels, **batch | options)
         for name, kernels in (("plain", {}), ("accumulate", ACCUMULATE))
     }
     logs = run_many(configs, data, tmp_path)

@@ -84,9 +84,9 @@ AROUND = (
     (ROPE, r"aten::cat$|CatBackward|rotate"),
 )
 PLAIN = re.compile(r"elementwise|reduce_kernel|CatArray|index_|scatter|gather|Functor|copy_kernel|where", re.I)
-FILL = re.compile(
-    r"FillFunctor|fill_kernel|zero_|memset|split_with_sizes_copy|chunk_cat", re.I
-)  # fsdp packs and unpacks with copies
+FILL = re.compile(r"FillFunctor|fill_kernel|zero_|memset", re.I)
+# fsdp packs and unpacks with copies, of which some cast; multi_tensor_apply alone would say optimizer.
+PACKING = re.compile(r"split_with_sizes_copy|chunk_cat|multi_tensor_apply.*\b(Copy<|ZeroFunctor)", re.I)
 MIXED_ADD = re.compile(r"CUDAFunctor_add<float>.*LoadWithCast")  # float32 += bfloat16: a gradient's sum
 CONVERSION = re.compile(r"(bfloat16|float16|half)_copy_kernel|direct_copy_kernel.*LoadWithCast")
 
@@ -129,6 +129,8 @@ def category_of_kernel(name: str, host: tuple[str, ...] = ()) -> str:
         return COPY
     if FUSED.search(name):
         return category_of_fused(name, host)
+    if PACKING.search(name):
+        return COPY
     if FLASH.search(name):
         return ATTENTION
     if ADAM.search(name):

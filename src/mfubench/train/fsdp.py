@@ -34,6 +34,7 @@ from mfubench.flops import count_parameters
 from mfubench.model import Decoder
 from mfubench.model.decoder import Head
 from mfubench.model.weight_gradient import Linear, MainGradient
+from mfubench.train.fsdp_buffers import GatherBuffer, ScatterBuffer, take_over_copies
 from mfubench.train.parallel import Fragment, Piece
 from mfubench.train.process import Process
 
@@ -66,6 +67,7 @@ class FsdpEngine:
         kept = "kept within a step" if self.keeps_weights else "resharded after each use"
         self.description = f"gathered weights are {kept}, sharded among {ranks} ranks"
         mesh = make_mesh(process, ranks)
+        take_over_copies()
         # inputs are not cast: the RoPE tables stay float32, as under every other parallelism
         reduce_dtype = getattr(torch, communication.reduce_dtype)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
@@ -83,11 +85,19 @@ class FsdpEngine:
         model.tie_weights()
         model.build_rope_tables()
         self.parameters = sharded_parameters(model)
-        self.fill(model.initial_parameters(process.device))
+        self.gather_buffers: list[GatherBuffer] = []
+        rounded = self.round_shards(dtype)
         local = {name: parameter.detach().to_local() for name, parameter in self.parameters.items()}
         self.owned = [name for name in local if local[name].numel()]  # a rank may own no row of a small tensor
-        self.pieces = [Piece(local[name], decay=self.parameters[name].dim() >= 2) for name in self.owned]
-        self.whole_gradients: list[tuple[Any, Tensor]] = []  # of accumulating matmuls: (FSDPParam, float32 gradient)
+        self.pieces = [
+            Piece(local[name], decay=parameter.dim() >= 2, compute=rounded.get(parameter))
+            for name, parameter in self.parameters.items()
+            if name in self.owned
+        ]
+        self.fill(model.initial_parameters(process.device))
+        self.shard_ranks = ranks
+        self.whole_gradients: dict[Any, Tensor] = {}  # FSDPParam -> float32, where matmuls accumulate
+        self.summed: list[Tensor] = []  # those of them that fully_shard adds to, so that they begin with zeros
         self.overwrite = torch.ones((), dtype=torch.bool)  # first micro-step, for matmuls that accumulate
 
     @torch.no_grad()
@@ -97,6 +107,17 @@ class FsdpEngine:
             parameter = self.parameters[name]
             shard = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.to_local().copy_(shard.to_local())
+        self.publish()
+
+    def round_shards(self, dtype: torch.dtype) -> dict[Tensor, Tensor]:
+        """Parameter -> its shard as it is gathered; none where that is the float32 shard itself."""
+        rounded: dict[Tensor, Tensor] = {}
+        for module in sharded_modules(self.root) if dtype != torch.float32 else ():
+            parameters = sharded_by(module)
+            self.gather_buffers.append(GatherBuffer(parameters, dtype, self.device))
+            shards = self.gather_buffers[-1].shards
+            rounded.update(zip((parameter.sharded_param for parameter in parameters), shards, strict=True))
+        return rounded
 
     def accumulate_in_matmul(self, layer: Linear, name: str, tied: bool = False) -> None:
         """Let a layer's backward pass add its weight's gradient to a whole one in float32, which is reduced at the end.
@@ -104,19 +125,30 @@ class FsdpEngine:
         It takes the place of the sum that fully_shard makes of micro-steps without communication: a private attribute,
         which torch has had under this name since 2.4. What autograd brings of a tied weight is added to it there.
         """
-        sharded = sharded_weight(self.root, layer)
-        total = torch.zeros(self.parameters[name].shape, dtype=torch.float32, device=self.device)
+        module, sharded = sharded_weight(self.root, layer)
+        if sharded not in self.whole_gradients:
+            self.make_scatter_buffer(module)
+        total = self.whole_gradients[sharded]
         ticket = torch.empty(0, device=total.device, requires_grad=True)
         ticket.register_post_accumulate_grad_hook(forget_gradient)
         layer.main = MainGradient(total, self.overwrite, ticket)
-        self.whole_gradients.append((sharded, total))
+        self.summed = [gradient for gradient in self.summed if gradient is not total]
+
+    def make_scatter_buffer(self, module: FSDPModule) -> None:
+        """Whole float32 gradients, where they are reduced, for all parameters that `module` reduces together."""
+        parameters = sharded_by(module)
+        shapes = [parameter.sharded_param.shape for parameter in parameters]
+        buffer = ScatterBuffer(shapes, self.shard_ranks, self.device)
+        module.set_custom_reduce_scatter(buffer)  # type: ignore[arg-type]  # its base class is in a private module
+        self.whole_gradients.update(zip(parameters, buffer.gradients, strict=True))
+        self.summed += buffer.gradients
 
     def begin_micro_step(self, first: bool, last: bool) -> None:
         self.overwrite.fill_(first)
-        if first and last and self.whole_gradients:
-            self.sum_in_float32()
-        for sharded, total in self.whole_gradients:
-            sharded.unsharded_accumulated_grad = total
+        if first and self.summed:
+            torch._foreach_zero_(self.summed)
+        for sharded, gradient in self.whole_gradients.items():
+            sharded.unsharded_accumulated_grad = gradient
         if first:
             for parameter in self.parameters.values():
                 parameter.grad = None
@@ -126,18 +158,6 @@ class FsdpEngine:
         elif self.copies > 1:
             self.root.set_requires_all_reduce(last)
         self.root.set_is_last_backward(last)
-
-    def sum_in_float32(self) -> None:
-        """For a micro-step by itself, as in a profile: float32 sums for what no matmul accumulates.
-
-        What a block reduces must have one dtype, and fully_shard leaves the gradients of a single micro-step in the
-        dtype of the weights.
-        """
-        accumulated = {sharded for sharded, _ in self.whole_gradients}
-        for sharded in sharded_weights(self.root):
-            if sharded not in accumulated:
-                shape = sharded.sharded_param.shape
-                sharded.unsharded_accumulated_grad = torch.zeros(shape, dtype=torch.float32, device=self.device)
 
     def finish_backward(self) -> None:
         """fully_shard has made the stream wait already."""
@@ -150,8 +170,12 @@ class FsdpEngine:
             gradients.append(gradient.to_local())
         return gradients
 
+    @torch.no_grad()
     def publish(self, rounded: bool = False) -> None:
-        """The masters are the parameters: the next forward pass gathers them."""
+        """Masters -> rounded shards, which the next forward pass gathers; rounded: the optimizer has done so."""
+        for piece in self.pieces if not rounded else ():
+            if piece.compute is not None:
+                piece.compute.copy_(piece.master)
 
     def settle(self) -> None:
         """Whoever calls the model has its weights gathered."""
@@ -245,18 +269,23 @@ def forget_gradient(ticket: Tensor) -> None:
     ticket.grad = None
 
 
-def sharded_weights(root: FSDPModule) -> Iterator[Any]:
-    """fully_shard's own objects (FSDPParam), one a parameter."""
+def sharded_modules(root: FSDPModule) -> Iterator[FSDPModule]:
     for module in root.modules():  # type: ignore[attr-defined]
-        if isinstance(module, FSDPModule):
-            group = module._get_fsdp_state()._fsdp_param_group
-            yield from group.fsdp_params if group is not None else ()
+        if isinstance(module, FSDPModule) and sharded_by(module):
+            yield module
 
 
-def sharded_weight(root: FSDPModule, layer: Linear) -> Any:
-    """fully_shard's own object (FSDPParam) for a layer's weight."""
-    for sharded in sharded_weights(root):
-        owners = sharded._module_info
-        if owners.param_name == "weight" and layer in (owners.module, *owners.shared_modules):
-            return sharded
+def sharded_by(module: FSDPModule) -> list[Any]:
+    """fully_shard's own objects (FSDPParam) for what `module` gathers and reduces."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return group.fsdp_params if group is not None else []
+
+
+def sharded_weight(root: FSDPModule, layer: Linear) -> tuple[FSDPModule, Any]:
+    """The module with which a layer's weight is reduced, and fully_shard's own object (FSDPParam) for it."""
+    for module in sharded_modules(root):
+        for sharded in sharded_by(module):
+            owners = sharded._module_info
+            if owners.param_name == "weight" and layer in (owners.module, *owners.shared_modules):
+                return module, sharded
     raise LookupError(f"fully_shard knows no weight of {layer}")

@@ -111,6 +111,8 @@ class Optimizer:
         for piece, gradient in zip(self.engine.pieces, gradients, strict=True):
             piece.master.grad = gradient
         self.adamw.step()
+        for piece in self.engine.pieces:  # fsdp makes new ones in each step: these must not outlive it
+            piece.master.grad = None
 
     def update_fused(self, gradients: list[Tensor], divisor: Tensor, found_inf: Tensor | None) -> None:
         """The project's own; it leaves the gradients as they were."""
