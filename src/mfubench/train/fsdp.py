@@ -4,7 +4,7 @@ Two ways to spend memory, chosen by what fits or by communication.reshard_after_
 
 - weights kept (within a step): gathered once, used by all micro-steps, gradients accumulated whole in float32 and
   reduce-scattered once, on the last micro-step. Communication as with zero1; memory 2 + 4 bytes a parameter (bfloat16
-  weights, float32 gradients) beside the shards' 16/world_size. Matmuls may add to those gradients themselves.
+  weights, float32 gradients) beside the shards' 18/world_size. Matmuls may write and add to those gradients themselves.
 - weights resharded: gathered for each forward and each backward, gradients reduce-scattered in each micro-step. The
   least memory (one block at a time), and accumulation_steps times the communication.
 
