@@ -317,7 +317,7 @@ def test_command_loss_by_the_other_law():
     assert result["loss"] == find_law("besiroglu").loss(1.5e9, 1e11)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e308"])
 def test_command_loss_refuses_what_is_no_quantity(value):
     with pytest.raises(ConfigError, match="parameters"):
         CliRunner().invoke(app, ["loss", "--parameters", value, "--tokens", "1e9"], catch_exceptions=False)

@@ -11,7 +11,6 @@ models have. No torch.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -23,6 +22,7 @@ from mfubench.flops import CONVENTIONS, Convention, flop_terms, flops_per_token
 
 LawName = Literal["hoffmann", "besiroglu"]
 Count = Annotated[int, Field(ge=1)]
+LARGEST = 1e18  # of anything planned: tokens, hours, money. Beyond, FLOPs leave what a float holds
 
 
 # --- loss ------------------------------------------------------------------------------------------------------------
@@ -77,10 +77,10 @@ def find_law(name: str) -> LossLaw:
 
 
 def require_positive(**values: float) -> None:
-    """Raises ConfigError for a value that is no positive, finite number."""
+    """Raises ConfigError for a value that is no positive number, or beyond what anything could be of."""
     for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{name}: found {value}; must be a positive number")
+        if not 0 < value <= LARGEST:
+            raise ConfigError(f"{name}: found {value}; must be a positive number, {LARGEST:g} at most")
 
 
 def effective_tokens(tokens: Any, unique_tokens: float) -> Any:
