@@ -54,6 +54,7 @@ def test_inductor(reference, data, tmp_path):
 
 
 PARALLELISMS = ("ddp", "zero1", "fsdp")
+ACCUMULATE = {"weight_gradient": "accumulate"}  # matmuls add to whole gradients themselves
 AOT_EAGER = {"compile": "block", "compile_backend": "aot_eager"}
 
 
@@ -92,6 +93,7 @@ def test_every_parallelism_world_size_split_loader_and_compilation(world_size, r
     for parallelism in PARALLELISMS:
         common = {"world_size": world_size, "parallelism": parallelism}
         configs[parallelism] = tiny_config(micro_batch_size=share, **common)
+        configs[f"{parallelism}-matmuls"] = tiny_config(micro_batch_size=share, **common, kernels=ACCUMULATE)
         if share > 1:
             configs[f"{parallelism}-accumulated"] = tiny_config(
                 micro_batch_size=1, gradient_accumulation_steps=share, **common, **AOT_EAGER
@@ -120,11 +122,11 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_other_architectures(model, data, tmp_path):
     reference = run_here(tiny_config(model=model, parallelism="none"), data, tmp_path / "reference")
+    common = {"model": model, "world_size": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 2}
     configs = {
-        parallelism: tiny_config(
-            model=model, world_size=2, micro_batch_size=2, gradient_accumulation_steps=2, parallelism=parallelism
-        )
-        for parallelism in ("ddp", "zero1", "fsdp")
+        f"{parallelism}-{name}": tiny_config(parallelism=parallelism, kernels=kernels, **common)
+        for parallelism in PARALLELISMS
+        for name, kernels in (("plain", {}), ("matmuls", ACCUMULATE))
     }
     for log in run_many(configs, data, tmp_path).values():
         assert_same(log, reference)
