@@ -44,7 +44,8 @@ from mfubench.predict import check_predictions, format_checks, plan_run, predict
 from mfubench.presets import load_model
 from mfubench.resolved_settings import WRITES_ONE_GRADIENT
 from mfubench.run_log import Choice, RankMemory, write_json, write_run_log
-from mfubench.step_model import attention_seconds, micro_step_matmuls, slowest_of, step_terms
+from mfubench.step_bytes import optimizer_bytes
+from mfubench.step_model import attention_seconds, lost_to_communication, micro_step_matmuls, slowest_of, step_terms
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -522,6 +523,51 @@ def test_fsdp_holds_whole_gradients_where_matmuls_make_them():
     assert held == pytest.approx(2 * vocabulary / gib)
     whole = make_run_config(world_size=4, parallelism="fsdp", kernels=kernels, dtype="float32")
     assert estimate(whole).weights == pytest.approx(4 * parameters / gib)  # gathered from the masters
+
+
+def test_shards_of_gradients_are_counted_where_activations_leave_too_little_room():
+    """At the end of a backward pass all of them are there, beside masters, moments and rounded shards."""
+    small = {
+        "micro_batch_size": 1,
+        "seq_len": 256,
+        "activation_checkpointing": "full",
+        "gradient_accumulation_steps": 1,
+    }
+    config = make_run_config(
+        model=make_model("llama3-8b"),
+        world_size=2,
+        parallelism="fsdp",
+        communication={"reshard_after_forward": "always"},
+        **small,
+    )
+    shard_gib = 8_030_261_248 / 2 / 2**30
+    assert 18 * shard_gib < estimate(config).allocated_gib < 19.5 * shard_gib
+    roomy = config.model_copy(update={"micro_batch_size": 256})
+    found = estimate(roomy)
+    assert found.allocated_gib - found.activations - found.logits < 15.5 * shard_gib
+
+
+def test_copies_of_shards_are_counted():
+    """Groups of two on two nodes: weights gathered in each micro-step stay on their node, gradients cross once."""
+    parameters, gib, rates = 1_294_159_104, 2**30, datasheet_rates(H100, make_run_config())
+    lost = {}
+    for ranks in (None, 4, 2, 1):
+        communication = {"shard_ranks": ranks, "reshard_after_forward": "always"}
+        options = {"world_size": 4, "nnodes": 2, "parallelism": "fsdp", "gradient_accumulation_steps": 8}
+        config = make_run_config(communication=communication, **options)
+        owners = ranks or 4
+        alike = config.model_copy(update={"world_size": owners})
+        lost[ranks], found = lost_to_communication(config, rates, 0.05, 0.1), estimate(config)
+        assert found.masters + found.moments == pytest.approx(12 * parameters / owners / gib)
+        assert optimizer_bytes(config) == pytest.approx(optimizer_bytes(alike))
+    assert lost[None] == lost[4] > 1.9 * lost[2]
+
+
+def test_one_gpu_shards_nothing():
+    found = {name: run_on(H100, parallelism=name) for name in ("none", "ddp", "zero1", "fsdp")}
+    assert {(one.step_time_s, one.memory.total_gib) for one in found.values()} == {
+        (found["none"].step_time_s, found["none"].memory.total_gib)
+    }
 
 
 def test_fsdp_keeps_weights_when_the_trainer_does(monkeypatch):

@@ -147,7 +147,10 @@ def test_auto_is_what_the_trainer_takes():
         {"communication": {"reduce_dtype": "bfloat16"}},
         {"communication": {"reshard_after_forward": "always"}},
     ):
-        assert resolved(**sharded, **no_sum) == {**fused, "weight_gradient": "plain"}
+        plain = {**fused, "weight_gradient": "plain"}
+        assert resolved(**sharded, **no_sum) == plain
+        asked = settings_of("llama2-1.36b", {**sharded, **no_sum}, **auto | {"weight_gradient": "accumulate"})
+        assert resolve_settings(asked, rates).kernels.model_dump() == plain
     assert resolved(compile_mode="reduce-overhead")["weight_gradient"] == "plain"
     gpt2 = resolve_settings(settings_of("gpt2-1.36b", {}, **auto), rates).kernels.model_dump()
     assert gpt2 == {**fused, "rope": "plain", "swiglu": "plain"}

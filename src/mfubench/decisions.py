@@ -33,6 +33,11 @@ def fsdp_keeps_weights(config: RunConfig, parameters: Any, capacity_gib: float) 
     return parameters * (ELEMENT_BYTES[config.dtype] + 4) <= FSDP_KEPT_FRACTION * capacity_gib * GIB
 
 
+def shard_ranks(config: RunConfig) -> int:
+    """Among how many ranks fsdp shards; beyond them are copies."""
+    return config.communication.shard_ranks or config.world_size
+
+
 def fsdp_without_sum(config: RunConfig, parameters: int, capacity_gib: float) -> str | None:
     """Why fsdp has no whole float32 gradient for matmuls to add to, or None where it has."""
     if config.communication.reduce_dtype != "float32":

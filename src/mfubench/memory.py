@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 
 from mfubench.config import ModelConfig, RunConfig
-from mfubench.decisions import ELEMENT_BYTES, GIB, ROW_MULTIPLE, chunk_bytes, fsdp_keeps_weights, head_accumulates
+from mfubench.decisions import (
+    ELEMENT_BYTES,
+    GIB,
+    ROW_MULTIPLE,
+    chunk_bytes,
+    fsdp_keeps_weights,
+    head_accumulates,
+    shard_ranks,
+)
 from mfubench.flops import count_parameters
 
 
@@ -69,12 +77,13 @@ def estimate_memory(
     """
     model = model or config.model
     tokens = config.micro_batch_size * config.seq_len
-    states = state_bytes(config, model, capacity_gib)
     activations = tokens * activation_bytes_per_token(config, model) * fit.activation_factor
+    logits = logit_bytes(config, model)
+    states = state_bytes(config, model, capacity_gib, activations + logits)
     return MemoryEstimate(
         **{name: gib(value) for name, value in states.items()},
         activations=gib(activations),
-        logits=gib(logit_bytes(config, model)),
+        logits=gib(logits),
         reserve=fit.reserve_gib,
         context=fit.context_gib,
     )
@@ -85,8 +94,9 @@ def gib(size_bytes: Any) -> Any:
     return size_bytes / GIB if np.ndim(size_bytes) else float(size_bytes / GIB)
 
 
-def state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float) -> dict[str, Any]:
-    """Bytes that stay through a step: weights, masters, moments, gradients.
+def state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float, passing: Any) -> dict[str, Any]:
+    """Bytes that stay through a step, where `passing` bytes of activations and logits come and go: weights, masters,
+    moments, gradients.
 
     bf16 and fp16: 2 a compute weight, 4 a master, 8 for Adam's two moments, and 4 for gradients, which are accumulated
     in float32 (each parameter's own gradient is freed at once). float32: the weights are the masters. zero1 divides
@@ -94,7 +104,7 @@ def state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float) -> d
     """
     element = ELEMENT_BYTES[config.dtype]
     if config.parallelism == "fsdp":
-        return fsdp_state_bytes(config, model, capacity_gib)
+        return fsdp_state_bytes(config, model, capacity_gib, passing)
     parameters = count_parameters(model).total
     share = 1 / config.world_size if config.parallelism == "zero1" else 1.0
     return {
@@ -105,36 +115,38 @@ def state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float) -> d
     }
 
 
-def fsdp_state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float) -> dict[str, Any]:
+def fsdp_state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float, passing: Any) -> dict[str, Any]:
     """`state_bytes` of fsdp, whose shards are the masters; beside them their rounded form, which is gathered.
 
     Weights are gathered all of them for a step where they fit (`fsdp_keeps_weights`), else for the block at hand and
     the one prefetched. What was gathered last is held once more until the next gather, which several micro-steps do
     not wait for. Whole gradients are kept from one micro-step to the next, and made in whole buffers where matmuls
-    accumulate, all but a lookup's; else each block's are reduced at once, while the activations give up more than they
-    take. The shards of reduced gradients come as activations go, but for those of earlier micro-steps.
+    accumulate; else each block's are reduced at once, while the activations give up more than they take. The shards of
+    reduced gradients come as activations and weights that were kept go: what of them finds no room there is counted,
+    and all of those of earlier micro-steps.
     """
     counts = count_parameters(model)
     element, parameters = ELEMENT_BYTES[config.dtype], counts.total
     block = (counts.attention + counts.mlp) / model.num_hidden_layers
     several = config.gradient_accumulation_steps > 1
     keeps = fsdp_keeps_weights(config, parameters, capacity_gib)
-    gathered_last = block if model.tie_word_embeddings else counts.lm_head
-    gathered = np.where(keeps, parameters + (0 if several else gathered_last), 2 * np.maximum(block, counts.lm_head))
+    held = 0 if several else block if model.tie_word_embeddings else counts.lm_head
+    gathered = np.where(keeps, parameters + held, 2 * np.maximum(block, counts.lm_head))
     if several:
         whole = parameters
     elif config.kernels.weight_gradient == "accumulate":
-        whole = parameters - counts.token_embedding
+        whole = parameters - counts.token_embedding - (0 if head_accumulates(config) else counts.lm_head)
     else:
         whole = 0
-    whole_gradients = np.where(keeps, 4 * whole, element * gathered)
-    shard = parameters / config.world_size
-    reduced_before = np.where(keeps, 0, 4 * shard if several else 0)
+    shard = parameters / shard_ranks(config)
+    going = passing + np.where(keeps, element * gathered, 0)
+    without_room = np.maximum(4 * shard - going, 0)
+    reduced = without_room if not several else np.where(keeps, without_room, 4 * shard)
     return {
         "weights": element * gathered + (element * shard if element < 4 else 0),
         "masters": 4 * shard,
         "moments": 8 * shard,
-        "gradients": reduced_before + whole_gradients,
+        "gradients": reduced + np.where(keeps, 4 * whole, element * gathered),
     }
 
 

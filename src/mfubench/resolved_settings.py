@@ -26,6 +26,8 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
     elif config.attention == "auto":
         changes["attention"] = max(("cudnn", "sdpa"), key=lambda name: rates.attention[name])  # no package needed
     config = config.model_copy(update=changes)
+    if config.world_size == 1:
+        config = config.model_copy(update={"parallelism": "none"})  # as the trainer takes it
     if generation(find_gpu(rates.gpu)) != "hopper":
         config = without_matmuls(config)
     return resolve_auto(config, rates.memory_gib)
@@ -38,7 +40,8 @@ def resolve_auto(config: RunConfig, capacity_gib: float = math.inf) -> RunConfig
 
 def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:
     """`auto` of the own kernels replaced by the kernel where model and settings allow it, as on a GPU that runs all;
-    activations by those that need no package. `matmul` by what runs in its stead where they forbid it.
+    activations by those that need no package. `matmul` and `accumulate` by what runs in their stead where they are
+    forbidden.
 
     capacity_gib: of a card; fsdp has whole gradients to accumulate in where they fit.
     """
@@ -55,6 +58,8 @@ def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:
     if not matmuls_take_activations(config):
         config = without_matmuls(config)
     asked = config.kernels.model_dump()
+    if no_sum and asked["weight_gradient"] == "accumulate":
+        asked["weight_gradient"] = "auto"  # nothing to add to: the trainer takes the plain form
     chosen = {key: best.get(key, "fused") for key, value in asked.items() if value == "auto"}
     return config.model_copy(update={"kernels": config.kernels.model_copy(update=chosen)})
 

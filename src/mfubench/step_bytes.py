@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from mfubench.config import RunConfig
-from mfubench.decisions import ELEMENT_BYTES, chunk_bytes, head_accumulates
+from mfubench.decisions import ELEMENT_BYTES, chunk_bytes, head_accumulates, shard_ranks
 from mfubench.flops import count_parameters
 from mfubench.resolved_settings import (
     in_matmuls,
@@ -168,7 +168,7 @@ def accumulating_weights(config: RunConfig) -> int:
 
 def optimizer_bytes(config: RunConfig) -> float:
     """Bytes a step of clipping, AdamW and writing the compute weights, on one rank."""
-    share = 1 / config.world_size if config.parallelism in ("zero1", "fsdp") else 1.0
+    owners = {"zero1": config.world_size, "fsdp": shard_ranks(config)}.get(config.parallelism, 1)
     norm = 4  # read every gradient
     adamw = 4 * 8  # read and write gradient (scaled in place), master, both moments
     publish = 0 if config.dtype == "float32" else 4 + ELEMENT_BYTES[config.dtype]
@@ -176,7 +176,7 @@ def optimizer_bytes(config: RunConfig) -> float:
         adamw = 4 * 7
         if config.dtype != "float32":
             publish = ELEMENT_BYTES[config.dtype]
-    return count_parameters(config.model).total * share * (norm + adamw + publish)
+    return count_parameters(config.model).total / owners * (norm + adamw + publish)
 
 
 def reduced_bytes(config: RunConfig) -> int:

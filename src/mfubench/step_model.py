@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 from mfubench.card_rates import Rates, tile_share
 from mfubench.config import RunConfig
-from mfubench.decisions import ELEMENT_BYTES, fsdp_keeps_weights
+from mfubench.decisions import ELEMENT_BYTES, fsdp_keeps_weights, shard_ranks
 from mfubench.flops import count_parameters
 from mfubench.step_bytes import (
     GRADIENT_BYTES,
@@ -153,21 +153,32 @@ def lost_to_communication(config: RunConfig, rates: Rates, forward_s: float, bac
 
     if config.parallelism == "ddp":
         return lost(collective_seconds(gradients, config, rates, "all_reduce"), backward_s, LAST_BUCKET)
-    scatter = collective_seconds(gradients, config, rates, "reduce_scatter")
-    gather = collective_seconds(weights, config, rates, "all_gather")
+    group, copies = groups_of(config)
+    scatter = collective_seconds(gradients, group, rates, "reduce_scatter")
+    gather = collective_seconds(weights, group, rates, "all_gather")
     if config.parallelism == "zero1":
         return lost(scatter, backward_s, LAST_BUCKET) + gather
+    over_copies = collective_seconds(gradients / group.world_size, copies, rates, "all_reduce")
     block = 1 / config.model.num_hidden_layers  # the first gather and the last scatter
     keeps = fsdp_keeps_weights(config, parameters, rates.memory_gib)
     summed = keeps and config.gradient_accumulation_steps > 1
     of_gradient = (GRADIENT_BYTES if summed else ELEMENT_BYTES[config.dtype]) + reduced_bytes(config)
     copied = (parameters - accumulating_weights(config)) * of_gradient
     into_place, into_buffer = (size / (rates.bandwidth_gb_s * 1e9) for size in (2 * weights, copied))
-    forward, backward = lost(gather, forward_s, block) + into_place, lost(scatter, backward_s, block) + into_buffer
+    forward = lost(gather, forward_s, block) + into_place
     if keeps:
-        return forward + backward
-    backward = lost(gather + scatter, backward_s, block) + into_place + into_buffer
-    return config.gradient_accumulation_steps * (forward + backward)
+        return forward + lost(scatter + over_copies, backward_s, block) + into_buffer
+    earlier = lost(gather + scatter, backward_s, block) + into_place + into_buffer
+    last = lost(gather + scatter + over_copies, backward_s, block) + into_place + into_buffer
+    return config.gradient_accumulation_steps * forward + (config.gradient_accumulation_steps - 1) * earlier + last
+
+
+def groups_of(config: RunConfig) -> tuple[RunConfig, RunConfig]:
+    """The run as the ranks see it that share out one copy of the weights, and as those do that hold the same share."""
+    ranks = shard_ranks(config) if config.parallelism == "fsdp" else config.world_size
+    copies, local = config.world_size // ranks, config.world_size // config.nnodes
+    group = config.model_copy(update={"world_size": ranks, "nnodes": max(1, ranks // local)})
+    return group, config.model_copy(update={"world_size": copies, "nnodes": min(copies, config.nnodes)})
 
 
 def slowest_of(cards: int, deviation: float) -> float:

@@ -27,8 +27,8 @@ def run_rank(
     paths = paths_of(arguments)
     rank = int(os.environ.get("RANK", "0"))
     timeout_s = read_timeout_s()
-    # torch 2.13 renames it; 2.11 has only the old name
-    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+    # torch 2.13 renames them; 2.11 has only the old names
+    warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
     # a checkpoint of one process is meant to be one of one process
     warnings.filterwarnings("ignore", message=".*in a single process.*", category=UserWarning)
     ranks_folder(paths.work).mkdir(parents=True, exist_ok=True)
