@@ -143,13 +143,15 @@ def test_auto_is_what_the_trainer_takes():
     assert resolved(fp8=True) == {**fused, "weight_gradient": "plain"}
     sharded = {"parallelism": "fsdp", "world_size": 2}
     assert resolved(**sharded) == resolved(**sharded, gradient_accumulation_steps=1) == fused
-    for no_sum in (
-        {"communication": {"reduce_dtype": "bfloat16"}},
-        {"communication": {"reshard_after_forward": "always"}},
+    for without in (
+        {**sharded, "communication": {"reduce_dtype": "bfloat16"}},
+        {**sharded, "communication": {"reshard_after_forward": "always"}},
+        {"fp8": True},
+        {"compile_mode": "reduce-overhead"},
     ):
         plain = {**fused, "weight_gradient": "plain"}
-        assert resolved(**sharded, **no_sum) == plain
-        asked = settings_of("llama2-1.36b", {**sharded, **no_sum}, **auto | {"weight_gradient": "accumulate"})
+        assert resolved(**without) == plain
+        asked = settings_of("llama2-1.36b", without, **auto | {"weight_gradient": "accumulate"})
         assert resolve_settings(asked, rates).kernels.model_dump() == plain
     assert resolved(compile_mode="reduce-overhead")["weight_gradient"] == "plain"
     gpt2 = resolve_settings(settings_of("gpt2-1.36b", {}, **auto), rates).kernels.model_dump()

@@ -141,7 +141,7 @@ def fsdp_state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float,
     shard = parameters / shard_ranks(config)
     going = passing + np.where(keeps, element * gathered, 0)
     without_room = np.maximum(4 * shard - going, 0)
-    reduced = without_room if not several else np.where(keeps, without_room, 4 * shard)
+    reduced = np.where(np.logical_or(keeps, not several), without_room, 4 * shard)
     return {
         "weights": element * gathered + (element * shard if element < 4 else 0),
         "masters": 4 * shard,

@@ -25,9 +25,9 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
         changes["attention"] = "sdpa"
     elif config.attention == "auto":
         changes["attention"] = max(("cudnn", "sdpa"), key=lambda name: rates.attention[name])  # no package needed
-    config = config.model_copy(update=changes)
     if config.world_size == 1:
-        config = config.model_copy(update={"parallelism": "none"})  # as the trainer takes it
+        changes["parallelism"] = "none"  # as the trainer takes it
+    config = config.model_copy(update=changes)
     if generation(find_gpu(rates.gpu)) != "hopper":
         config = without_matmuls(config)
     return resolve_auto(config, rates.memory_gib)
@@ -48,18 +48,19 @@ def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:
     captured = config.compile != "none" and config.compile_mode == "reduce-overhead"
     parameters = count_parameters(config.model).total
     no_sum = config.parallelism == "fsdp" and fsdp_without_sum(config, parameters, capacity_gib) is not None
+    cannot_accumulate = no_sum or captured or config.fp8
     best = {
         **dict.fromkeys(lacking(config.model), "plain"),
         **({} if config.model.position == "rope" or not writes_one_gradient(config) else {"rope": "fused"}),
         "gelu": "plain",  # in the matmuls it needs a package, as SwiGLU there does
         "cross_entropy": "plain" if config.loss == "fused" else "fused",
-        "weight_gradient": "plain" if no_sum or captured or config.fp8 else "accumulate",
+        "weight_gradient": "plain" if cannot_accumulate else "accumulate",
     }
     if not matmuls_take_activations(config):
         config = without_matmuls(config)
     asked = config.kernels.model_dump()
-    if no_sum and asked["weight_gradient"] == "accumulate":
-        asked["weight_gradient"] = "auto"  # nothing to add to: the trainer takes the plain form
+    if cannot_accumulate:
+        asked["weight_gradient"] = "auto"  # the plain form, whatever was asked for
     chosen = {key: best.get(key, "fused") for key, value in asked.items() if value == "auto"}
     return config.model_copy(update={"kernels": config.kernels.model_copy(update=chosen)})
 

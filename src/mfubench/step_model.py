@@ -165,12 +165,15 @@ def lost_to_communication(config: RunConfig, rates: Rates, forward_s: float, bac
     of_gradient = (GRADIENT_BYTES if summed else ELEMENT_BYTES[config.dtype]) + reduced_bytes(config)
     copied = (parameters - accumulating_weights(config)) * of_gradient
     into_place, into_buffer = (size / (rates.bandwidth_gb_s * 1e9) for size in (2 * weights, copied))
+
+    def backward(seconds: float) -> float:
+        return lost(seconds, backward_s, block) + into_buffer
+
     forward = lost(gather, forward_s, block) + into_place
     if keeps:
-        return forward + lost(scatter + over_copies, backward_s, block) + into_buffer
-    earlier = lost(gather + scatter, backward_s, block) + into_place + into_buffer
-    last = lost(gather + scatter + over_copies, backward_s, block) + into_place + into_buffer
-    return config.gradient_accumulation_steps * forward + (config.gradient_accumulation_steps - 1) * earlier + last
+        return forward + backward(scatter + over_copies)
+    steps, each = config.gradient_accumulation_steps, gather + scatter
+    return steps * (forward + into_place) + (steps - 1) * backward(each) + backward(each + over_copies)
 
 
 def groups_of(config: RunConfig) -> tuple[RunConfig, RunConfig]:

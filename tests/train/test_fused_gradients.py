@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
-from train.train_runs import finish_run, grad_norms, losses, run_many, start_run, tiny_config
+from train.train_runs import ACCUMULATE, finish_run, grad_norms, losses, run_many, start_run, tiny_config
 
 from mfubench.model.fused.mlp_matmul import mlp_in_matmuls
 from mfubench.model.weight_gradient import Linear, add_product
@@ -20,7 +20,6 @@ from mfubench.train.setup import build_engine
 from mfubench.train.step import TrainStep
 
 ALONE = Process(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
-ACCUMULATE = {"weight_gradient": "accumulate"}
 A, B, T = 3, 2, 16
 
 

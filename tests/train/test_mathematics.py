@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from train.train_runs import environment, grad_norms, losses, run_arguments, run_here, run_many, tiny_config
+from train.train_runs import ACCUMULATE, environment, grad_norms, losses, run_arguments, run_here, run_many, tiny_config
 
 from mfubench.run_log import read_run_log
 
@@ -54,7 +54,6 @@ def test_inductor(reference, data, tmp_path):
 
 
 PARALLELISMS = ("ddp", "zero1", "fsdp")
-ACCUMULATE = {"weight_gradient": "accumulate"}  # matmuls add to whole gradients themselves
 AOT_EAGER = {"compile": "block", "compile_backend": "aot_eager"}
 
 

@@ -15,6 +15,7 @@ from mfubench.run_log import RunLog, read_run_log
 
 VOCABULARY = 97
 SCRIPTS = Path(__file__).parent / "scripts"
+ACCUMULATE = {"weight_gradient": "accumulate"}  # kernels: matmuls add to whole gradients themselves
 
 
 def write_dataset(folder: Path, train_tokens: int = 20_000, val_tokens: int = 2_000) -> Path:

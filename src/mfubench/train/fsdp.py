@@ -90,9 +90,8 @@ class FsdpEngine:
         local = {name: parameter.detach().to_local() for name, parameter in self.parameters.items()}
         self.owned = [name for name in local if local[name].numel()]  # a rank may own no row of a small tensor
         self.pieces = [
-            Piece(local[name], decay=parameter.dim() >= 2, compute=rounded.get(parameter))
-            for name, parameter in self.parameters.items()
-            if name in self.owned
+            Piece(local[name], decay=self.parameters[name].dim() >= 2, compute=rounded.get(self.parameters[name]))
+            for name in self.owned
         ]
         self.fill(model.initial_parameters(process.device))
         self.shard_ranks = ranks
@@ -114,9 +113,9 @@ class FsdpEngine:
         rounded: dict[Tensor, Tensor] = {}
         for module in sharded_modules(self.root) if dtype != torch.float32 else ():
             parameters = sharded_by(module)
-            self.gather_buffers.append(GatherBuffer(parameters, dtype, self.device))
-            shards = self.gather_buffers[-1].shards
-            rounded.update(zip((parameter.sharded_param for parameter in parameters), shards, strict=True))
+            buffer = GatherBuffer(parameters, dtype, self.device)
+            self.gather_buffers.append(buffer)
+            rounded.update(zip((parameter.sharded_param for parameter in parameters), buffer.shards, strict=True))
         return rounded
 
     def accumulate_in_matmul(self, layer: Linear, name: str, tied: bool = False) -> None:
