@@ -43,6 +43,32 @@ def test_one_process_without_parallelism_is_the_start_of_the_ddp_series():
     assert points[1].reference_world_size == 1
 
 
+def test_one_process_is_the_start_of_every_parallelism():
+    def log(parallelism, world_size, step_time_s, **settings):
+        case = f"scaling/a-{parallelism}-gpus{world_size}"
+        more = {"world_size": world_size, "parallelism": parallelism, "step_time_s": step_time_s}
+        return make_run_log(name=case, **more, **settings)
+
+    logs = [log("none", 1, 1.0)]
+    logs += [log(parallelism, 2, step) for parallelism, step in (("ddp", 1.25), ("zero1", 2.0), ("fsdp", 4.0))]
+    logs += [log("none", 1, 0.5, micro_batch_size=4), log("fsdp", 4, 1.0, micro_batch_size=4)]  # no ddp here
+    found = {
+        (point.series, point.world_size): (point.efficiency, point.reference_world_size)
+        for point in scaling_points({f"{log.name} {log.config.micro_batch_size}": measure(log, None) for log in logs})
+    }
+    a_half = pytest.approx(0.5, rel=0.03)
+    assert found == {
+        ("a-ddp", 1): (1, 1),
+        ("a-ddp", 2): (pytest.approx(0.8, rel=0.03), 1),
+        ("a-zero1", 1): (1, 1),
+        ("a-zero1", 2): (a_half, 1),
+        ("a-fsdp (micro_batch_size 8)", 1): (1, 1),
+        ("a-fsdp (micro_batch_size 8)", 2): (pytest.approx(0.25, rel=0.03), 1),
+        ("a-fsdp (micro_batch_size 4)", 1): (1, 1),
+        ("a-fsdp (micro_batch_size 4)", 4): (a_half, 1),
+    }
+
+
 def test_another_micro_batch_is_another_series():
     logs = [
         make_run_log(name="scaling/a-gpus1", parallelism="none"),

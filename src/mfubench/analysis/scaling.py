@@ -14,6 +14,7 @@ from mfubench.analysis.statistics import Interval, difference
 from mfubench.run_log import RunLog
 
 WORLD_SIZE_SUFFIX = re.compile(r"-gpus\d+$")
+ALONE_IS = "ddp"  # the parallelism of one process, which has nothing to do in parallel
 
 
 @dataclass(frozen=True)
@@ -69,20 +70,23 @@ def rate_of(runs: Sequence[Measures]) -> float:
 def series_of(measures: dict[str, Measures]) -> dict[str, dict[int, list[Measures]]]:
     """series -> world size -> runs. A series is named after its scaling cases.
 
-    Cases of one name that ran otherwise (`auto` chose another attention for more GPUs) are series of their own, each
-    with what it ran in its name.
+    One process alone has nothing to do in parallel: it starts the series of every parallelism. Cases of one name that
+    ran otherwise (`auto` chose another attention for more GPUs) are series of their own, each with what it ran in its
+    name.
     """
     by_settings: dict[str, list[Measures]] = {}
     for judged in measures.values():
         if judged.log.status != "ok" or judged.tokens_per_s_per_gpu is None or judged.log.config.stage == "smoke":
             continue
         by_settings.setdefault(series_key(judged.log), []).append(judged)
+    start_with_one_process(by_settings)
 
     named: dict[str, dict[str, list[Measures]]] = {}  # case name without its world size -> key -> runs
     for key, runs in by_settings.items():
-        names = [WORLD_SIZE_SUFFIX.sub("", run.log.config.case) for run in runs if run.log.config.stage == "scaling"]
-        if names:
-            named.setdefault(names[0], {})[key] = runs
+        scaling = [run.log.config for run in runs if run.log.config.stage == "scaling"]
+        scaling.sort(key=lambda config: config.world_size == 1)  # what one process is called may stand for several
+        if scaling:
+            named.setdefault(WORLD_SIZE_SUFFIX.sub("", scaling[0].case), {})[key] = runs
 
     series: dict[str, dict[int, list[Measures]]] = {}
     for name, groups in sorted(named.items()):
@@ -104,12 +108,23 @@ def what_differs(key: str, keys: Sequence[str]) -> str:
     return f" ({', '.join(differing)})" if differing else ""
 
 
+def start_with_one_process(by_settings: dict[str, list[Measures]]) -> None:
+    """Runs of one process, which are under `ddp`, join the series of the other parallelisms too."""
+    for key in [key for key in by_settings if json.loads(key)["parallelism"] == ALONE_IS]:
+        alone = [run for run in by_settings[key] if run.log.config.world_size == 1]
+        others = [json.dumps(json.loads(key) | {"parallelism": other}, sort_keys=True) for other in ("zero1", "fsdp")]
+        there = [other for other in others if other in by_settings]
+        for other in there:
+            by_settings[other] += alone
+        if there and len(alone) == len(by_settings[key]):
+            del by_settings[key]
+
+
 def series_key(log: RunLog) -> str:
-    """Equal for runs that differ in the world size alone."""
+    """Equal for runs that differ in the world size alone; one process, which has none, counts as `ddp`."""
     settings = settings_that_ran(log)
     settings.pop("world_size")
     settings.pop("nnodes")
-    # alone, a process has nothing to do in parallel: `none` and `ddp` are then the same series
     if settings["parallelism"] == "none":
-        settings["parallelism"] = "ddp"
+        settings["parallelism"] = ALONE_IS
     return json.dumps(settings, sort_keys=True)

@@ -8,11 +8,9 @@ from typing import Any
 from mfubench.analysis.answer import Answer, Candidate, command_for
 from mfubench.analysis.effects import differing_settings
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.scaling import series_key
+from mfubench.analysis.scaling import ALONE_IS, series_key
 from mfubench.analysis.statistics import Difference, difference
 from mfubench.config import ConfigError, RunConfig, parse
-
-MANY_OF_ONE = "ddp"  # what a run without parallelism becomes on more than one GPU
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def on_as_many(config: RunConfig, fastest: RunConfig) -> RunConfig | None:
     values = config.model_dump(mode="json", exclude={"global_batch_size"})
     values |= {"world_size": fastest.world_size, "nnodes": fastest.nnodes}
     if config.parallelism == "none":
-        values["parallelism"] = MANY_OF_ONE
+        values["parallelism"] = ALONE_IS
     try:
         return parse(RunConfig, values, config.name)
     except ConfigError:
@@ -78,7 +76,7 @@ def own_differences(fastest: Candidate, candidate: Candidate) -> dict[str, tuple
         differing.pop(key, None)
     if "parallelism" in differing:
         theirs, alone = differing.pop("parallelism")
-        own = MANY_OF_ONE if alone == "none" else alone
+        own = ALONE_IS if alone == "none" else alone
         if own != theirs:
             differing["parallelism"] = (theirs, own)
     return differing

@@ -30,6 +30,7 @@ SHORT_KEYS = {
     "micro_batch_size": "micro-batch",
     "gradient_accumulation_steps": "accumulation",
     "activation_checkpointing": "checkpointing",
+    "parallelism": "",  # ddp, zero1 and fsdp say it by themselves
 }
 
 
