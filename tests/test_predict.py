@@ -166,6 +166,24 @@ def test_gradients_reduced_in_bfloat16_take_less_of_the_network(parallelism):
     assert 0.4 * whole < rounded < 0.9 * whole
 
 
+@pytest.mark.parametrize("parallelism", ["ddp", "zero1"])
+def test_an_exchange_takes_less_from_the_backward_pass_and_memory_for_its_buckets(parallelism):
+    def on(gpu, reduction):
+        communication = {"reduction": reduction}
+        return run_on(gpu, world_size=8, parallelism=parallelism, communication=communication)
+
+    collective, exchange, auto = (on(H100, reduction) for reduction in ("collective", "exchange", "auto"))
+    lost, kept = (one.terms_s["communication"] for one in (collective, exchange))
+    assert 0.3 * lost < kept < 0.7 * lost
+    embedding = auto.config.model.vocab_size * auto.config.model.hidden_size
+    assert exchange.memory.gradients - collective.memory.gradients == pytest.approx(2 * 4 * embedding / 2**30)
+    assert auto.terms_s == exchange.terms_s and auto.config.communication.reduction == "exchange"
+    over_pcie = on("NVIDIA A10", "auto")
+    assert over_pcie.config.communication.reduction == "collective"
+    several = run_on(world_size=16, nnodes=2, parallelism=parallelism)
+    assert several.config.communication.reduction == "collective"
+
+
 def test_slower_links_cost_more():
     nvlink, pcie = (
         run_on(gpu, world_size=4, parallelism="fsdp", gradient_accumulation_steps=1, micro_batch_size=2)
@@ -281,6 +299,7 @@ def study(noise=0.0) -> list:
                         parallelism="none" if gpus == 1 else "ddp",
                         micro_batch_size=micro_batch,
                         gradient_accumulation_steps=accumulation,
+                        communication={"reduction": "exchange"},
                     )
                 )
     return logs

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -41,7 +42,7 @@ class Beliefs(Strict):
     network_gb_s: float = Field(gt=0)
     memory_fraction: float = Field(gt=0, le=1)
     collective_latency_us: float = Field(ge=0)
-    contention: float = Field(ge=0)
+    contention: dict[Literal["collective", "exchange"], Annotated[float, Field(ge=0)]]
     card_deviation: float = Field(ge=0)
     attention_fraction: dict[str, dict[str, float]]
     attention_half_length: float = Field(ge=0)
@@ -83,7 +84,7 @@ class Rates:
     kernel_gap_us: float
     launch_us: dict[str, float]
     collective_latency_us: float
-    contention: float
+    contention: dict[Literal["collective", "exchange"], float]  # by how gradients are reduced
     card_deviation: float
     measured: tuple[str, ...] = ()  # which of these come from measured ceilings of this kind of card
     related: str | None = None  # card with the same chip whose ceilings scale these
@@ -127,6 +128,11 @@ def generation(row: HardwareRow) -> str:
     return "hopper" if (row.flops_per_clock or 0) >= 4096 else "other"
 
 
+def is_pcie(row: HardwareRow) -> bool:
+    """Whether cards talk to each other over PCIe."""
+    return row.link.lower().startswith("pcie")
+
+
 def datasheet_rates(gpu: str, config: RunConfig, network_gb_s: float | None = None) -> Rates:
     """Rates of a card nobody measured: fractions of its datasheet (config/prediction.yaml).
 
@@ -143,7 +149,7 @@ def datasheet_rates(gpu: str, config: RunConfig, network_gb_s: float | None = No
         )
     if network_gb_s is not None and not 0 < network_gb_s < math.inf:
         raise ConfigError(f"network_gb_s: found {network_gb_s}; must be a positive number of GB/s a card")
-    pcie = row.link.lower().startswith("pcie")
+    pcie = is_pcie(row)
     return Rates(
         gpu=row.names[0],
         peak_tflops=peak.tflops,

@@ -44,6 +44,7 @@ Fallible = Literal[
     "cross_entropy",
     "weight_gradient",
     "adamw",
+    "reduction",
 ]
 
 
@@ -149,6 +150,11 @@ class CommunicationConfig(Strict):
     bucket_mb: float = Field(100.0, gt=0, description="ddp, zero1: gradients reduced together, MB of float32")
     first_bucket_mb: float | None = Field(
         None, gt=0, description="ddp, zero1: the first bucket; smaller than the others, communication starts earlier"
+    )
+    reduction: Literal["auto", "collective", "exchange"] = Field(
+        "auto",
+        description="ddp, zero1: gradients are summed by a collective that adds, or by exchange: copies that take no "
+        "multiprocessor from the matmuls, and a short sum on each rank; auto: by exchange between GPUs that can",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of gradients on their way")
     overlap_gather: bool = Field(

@@ -18,6 +18,7 @@ CHUNK_BYTES = 2**31
 # 50,257): tensor cores want rows of whole 16-byte pieces, and logits of odd width run several times slower. Of its
 # gradient, which has no padding, as many rows make one product.
 ROW_MULTIPLE = 64
+EXCHANGE_SLOTS = 2  # buckets whose parts an exchange keeps: while those of one are added up, the next one's arrive
 
 
 def chunk_bytes(own_kernel: bool) -> int:
@@ -44,6 +45,21 @@ def fsdp_without_sum(config: RunConfig, parameters: int, capacity_gib: float) ->
         return f"fsdp adds up gradients in communication.reduce_dtype, {config.communication.reduce_dtype}"
     if not fsdp_keeps_weights(config, parameters, capacity_gib):
         return "fsdp reduces gradients in each micro-step where it keeps no whole weights"
+    return None
+
+
+def no_exchange(config: RunConfig) -> str | None:
+    """Why these settings leave no sum over ranks to an exchange (mfubench.train.exchange), or None where they may."""
+    if config.world_size == 1:
+        return "one process"
+    if config.parallelism not in ("ddp", "zero1"):
+        return "only ddp and zero1 sum by exchange"
+    if config.communication.reduce_dtype != "float32":
+        return "an exchange sums in float32"
+    if config.nnodes > 1:
+        return "an exchange stays within a node"
+    if config.memory_cap_gib is not None:
+        return "memory_cap_gib does not reach memory that cards share"
     return None
 
 

@@ -134,6 +134,8 @@ def with_used(config: RunConfig, used: Mapping[str, Choice]) -> RunConfig:
     changes |= {key: is_on(used[key]) for key in ("cuda_graphs", "tf32", "fp8") if key in used}
     kernels = {key: used[key].used for key in KernelsConfig.model_fields if key in used}
     changes["kernels"] = config.kernels.model_copy(update=kernels)
+    if "reduction" in used:
+        changes["communication"] = config.communication.model_copy(update={"reduction": used["reduction"].used})
     return config.model_copy(update=changes)
 
 

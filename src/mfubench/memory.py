@@ -15,6 +15,7 @@ import numpy as np
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.decisions import (
     ELEMENT_BYTES,
+    EXCHANGE_SLOTS,
     GIB,
     ROW_MULTIPLE,
     chunk_bytes,
@@ -99,8 +100,8 @@ def state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float, pass
     moments, gradients.
 
     bf16 and fp16: 2 a compute weight, 4 a master, 8 for Adam's two moments, and 4 for gradients, which are accumulated
-    in float32 (each parameter's own gradient is freed at once). float32: the weights are the masters. zero1 divides
-    masters and moments among the ranks; fsdp everything (`fsdp_state_bytes`).
+    in float32 (each parameter's own gradient is freed at once); beside them the buckets of an exchange. float32: the
+    weights are the masters. zero1 divides masters and moments among the ranks; fsdp everything (`fsdp_state_bytes`).
     """
     element = ELEMENT_BYTES[config.dtype]
     if config.parallelism == "fsdp":
@@ -111,8 +112,16 @@ def state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float, pass
         "weights": element * parameters,
         "masters": 4 * parameters * share if element < 4 else 0 * parameters,
         "moments": 8 * parameters * share,
-        "gradients": 4 * parameters,
+        "gradients": 4 * parameters + exchange_bytes(config, model),
     }
+
+
+def exchange_bytes(config: RunConfig, model: ModelConfig) -> Any:
+    """What an exchange receives of the largest buckets: those of embedding and head, each a parameter by itself."""
+    if config.communication.reduction != "exchange":
+        return 0
+    bucket = 1e6 * config.communication.bucket_mb / 4
+    return EXCHANGE_SLOTS * 4 * np.maximum(model.vocab_size * model.hidden_size, bucket)
 
 
 def fsdp_state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float, passing: Any) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from mfubench.card_rates import Rates, generation
+from mfubench.card_rates import Rates, generation, is_pcie
 from mfubench.config import ModelConfig, RunConfig
-from mfubench.decisions import LARGE_VOCABULARY, fsdp_without_sum
+from mfubench.decisions import LARGE_VOCABULARY, fsdp_without_sum, no_exchange
 from mfubench.flops import count_parameters
 from mfubench.hardware import find_gpu
 from mfubench.memory import activation_kernel
@@ -28,14 +28,24 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
     if config.world_size == 1:
         changes["parallelism"] = "none"  # as the trainer takes it
     config = config.model_copy(update=changes)
-    if generation(find_gpu(rates.gpu)) != "hopper":
+    card = find_gpu(rates.gpu)
+    if generation(card) != "hopper":
         config = without_matmuls(config)
+    if is_pcie(card):  # over which cards often cannot write to each other
+        config = with_reduction(config, "collective")
     return resolve_auto(config, rates.memory_gib)
 
 
 def resolve_auto(config: RunConfig, capacity_gib: float = math.inf) -> RunConfig:
-    """Own kernels and loss of `auto` as on a GPU that runs them all; attention aside, which depends on the card."""
+    """Own kernels, loss and reduction of `auto` as on a GPU that runs all; attention aside, which depends on it."""
+    config = with_reduction(config, "collective" if no_exchange(config) else "exchange")
     return resolve_loss(resolve_kernels(config, capacity_gib))
+
+
+def with_reduction(config: RunConfig, of_auto: str) -> RunConfig:
+    if config.communication.reduction != "auto":
+        return config
+    return config.model_copy(update={"communication": config.communication.model_copy(update={"reduction": of_auto})})
 
 
 def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:

@@ -27,7 +27,7 @@ from mfubench.step_bytes import (
 )
 
 LAST_BUCKET = 0.02  # share of a reduction whose bucket fills when the backward pass ends
-BACKWARD_OVERLAP = 0.9  # share of the backward pass that can hide communication: the first bucket fills late
+PASS_OVERLAP = 0.9  # share of a pass that can hide communication: the first bucket fills late
 
 
 @dataclass(frozen=True)
@@ -135,36 +135,43 @@ def collective_seconds(size_bytes: float, config: RunConfig, rates: Rates, kind:
 def lost_to_communication(config: RunConfig, rates: Rates, forward_s: float, backward_s: float) -> float:
     """Seconds a step that communication costs a rank, with `forward_s` and `backward_s` a micro-step to hide behind.
 
-    ddp: all-reduce behind the last backward pass. zero1: reduce-scatter behind it, all-gather of the weights after
-    the optimizer, in the open. fsdp: weights gathered behind the first forward pass and gradients scattered behind
-    the last backward pass, or, where memory does not keep them, both in every micro-step. What is left over is waited
-    for, and what is hidden slows the kernels it hides behind. fsdp also copies, which nothing hides: gathered weights
-    into their places, and into the buffer that is scattered those gradients that no matmul has made there, cast to the
-    dtype of the reduction.
+    ddp: all-reduce behind the last backward pass. zero1: reduce-scatter behind it, and the weights gathered behind the
+    first forward pass, or in the open. fsdp: weights gathered behind the first forward pass and gradients scattered
+    behind the last backward pass, or, where memory does not keep them, both in every micro-step. What is left over is
+    waited for, and what is hidden slows the kernels it hides behind: a collective's kernel by more than copies do.
+    An exchange also adds up what it has received. fsdp also copies, which nothing hides: gathered weights into their
+    places, and into the buffer that is scattered those gradients that no matmul has made there, cast to the dtype of
+    the reduction.
     """
     if config.world_size == 1:
         return 0.0
     parameters = count_parameters(config.model).total
     weights, gradients = parameters * ELEMENT_BYTES[config.dtype], parameters * reduced_bytes(config)
+    exchanges = config.communication.reduction == "exchange"
+    contention = rates.contention["exchange" if exchanges else "collective"]
+    bandwidth = rates.bandwidth_gb_s * 1e9
+    block = 1 / config.model.num_hidden_layers  # the first gather and fsdp's last scatter
 
     def lost(seconds: float, behind: float, last_piece: float) -> float:
-        exposed = max(seconds - BACKWARD_OVERLAP * behind, last_piece * seconds)
-        return exposed + rates.contention * (seconds - exposed)
+        exposed = max(seconds - PASS_OVERLAP * behind, last_piece * seconds)
+        return exposed + contention * (seconds - exposed)
 
-    if config.parallelism == "ddp":
-        return lost(collective_seconds(gradients, config, rates, "all_reduce"), backward_s, LAST_BUCKET)
     group, copies = groups_of(config)
-    scatter = collective_seconds(gradients, group, rates, "reduce_scatter")
     gather = collective_seconds(weights, group, rates, "all_gather")
-    if config.parallelism == "zero1":
-        return lost(scatter, backward_s, LAST_BUCKET) + gather
+    scatter = collective_seconds(gradients, group, rates, "reduce_scatter")
+    if config.parallelism in ("ddp", "zero1"):
+        added = gradients * (1 + 1 / config.world_size) / bandwidth if exchanges else 0.0
+        if config.parallelism == "ddp":
+            return added + lost(collective_seconds(gradients, config, rates, "all_reduce"), backward_s, LAST_BUCKET)
+        gathered = lost(gather, forward_s, block) if config.communication.overlap_gather else gather
+        return added + lost(scatter, backward_s, LAST_BUCKET) + gathered
+
     over_copies = collective_seconds(gradients / group.world_size, copies, rates, "all_reduce")
-    block = 1 / config.model.num_hidden_layers  # the first gather and the last scatter
     keeps = fsdp_keeps_weights(config, parameters, rates.memory_gib)
     summed = keeps and config.gradient_accumulation_steps > 1
     of_gradient = (GRADIENT_BYTES if summed else ELEMENT_BYTES[config.dtype]) + reduced_bytes(config)
     copied = (parameters - accumulating_weights(config)) * of_gradient
-    into_place, into_buffer = (size / (rates.bandwidth_gb_s * 1e9) for size in (2 * weights, copied))
+    into_place, into_buffer = (size / bandwidth for size in (2 * weights, copied))
 
     def backward(seconds: float) -> float:
         return lost(seconds, backward_s, block) + into_buffer

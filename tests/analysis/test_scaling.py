@@ -69,6 +69,19 @@ def test_one_process_is_the_start_of_every_parallelism():
     }
 
 
+def test_how_gradients_are_summed_is_a_series_and_one_process_starts_both():
+    logs = {}
+    for reduction, step_time_s in (("collective", 1.25), ("exchange", 1.0)):
+        log = make_run_log(name=f"scaling/{reduction}-gpus2", world_size=2, parallelism="ddp", step_time_s=step_time_s)
+        log.used["reduction"] = Choice(requested="auto", used=reduction)
+        logs[reduction] = log
+    alone = make_run_log(name="scaling/a-gpus1", parallelism="none", step_time_s=1.0)
+    alone.used["reduction"] = Choice(requested="auto", used="collective", reason="one process")
+    points = scaling_points({name: measure(log, None) for name, log in {**logs, "alone": alone}.items()})
+    found = {(point.series, point.world_size): point.efficiency for point in points if point.world_size == 2}
+    assert found == {("collective", 2): pytest.approx(0.8, rel=0.03), ("exchange", 2): pytest.approx(1.0, rel=0.03)}
+
+
 def test_another_micro_batch_is_another_series():
     logs = [
         make_run_log(name="scaling/a-gpus1", parallelism="none"),

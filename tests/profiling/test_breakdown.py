@@ -107,6 +107,19 @@ def test_copies_count_where_no_kernel_runs_and_hide_collectives():
     assert break_down_rank(cut(kineto)).hidden_communication_s == pytest.approx(10e-6)
 
 
+def test_copies_to_other_cards_are_communication_that_waits_for_nobody():
+    """An exchange: its copies begin once all ranks are ready, so that no rank waits in one."""
+    kineto = Kineto()
+    kineto.step(0, 90)
+    kineto.launch(GEMM, 10, 100, 200)
+    kineto.launch("Memcpy PtoP (Device -> Device)", 20, 150, 250, COPIES, cat="gpu_memcpy")
+    parts = parts_us(kineto)
+    assert (parts["matmul"], parts["communication"]) == (100, 50)
+    found = break_down_rank(cut(kineto))
+    assert found.hidden_communication_s == pytest.approx(50e-6)
+    assert found.collectives_s == []
+
+
 def test_a_replayed_graph_has_one_launch_for_all_its_kernels():
     kineto = Kineto()
     kineto.step(0, 100)

@@ -52,8 +52,10 @@ KERNELS = {
         "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         "ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)",
+        "Memcpy PtoP (Device -> Device)",
     ],
     "copy": [
+        "Memcpy DtoD (Device -> Device)",
         "Memcpy HtoD (Pinned -> Device)",
         "Memset (Device)",
         *[f"void at::native::(anonymous namespace)::multi_tensor_apply_kernel<{name}" for name in FSDP_PACKS],

@@ -10,8 +10,10 @@ from train.test_gpu import FLOAT32, assert_graphs, gpu_config, needs_cards
 from train.train_runs import grad_norms, losses, run_here, run_many, tiny_config
 
 from mfubench.config import CommunicationConfig, ConfigError, RunConfig, parse
+from mfubench.decisions import no_exchange
 from mfubench.model import build_model
 from mfubench.train.buckets import plan_buckets
+from mfubench.train.exchange import Exchange, missing_here
 from mfubench.train.fsdp import FsdpEngine
 from mfubench.train.gathers import WeightGathers
 from mfubench.train.process import Process
@@ -51,6 +53,8 @@ def test_two_processes(reference, data, tmp_path):
         "zero1-whole": split(2, "zero1", {}, compile="model", compile_backend="aot_eager"),
         "ddp-small": split(2, "ddp", {"bucket_mb": 0.008, "first_bucket_mb": 0.001}),
         "fsdp-resharded": split(2, "fsdp", {"reshard_after_forward": "always", "prefetch_blocks": 2}),
+        "ddp-exchanged": split(2, "ddp", {"reduction": "exchange", "bucket_mb": 0.008}),
+        "zero1-exchanged": split(2, "zero1", {"reduction": "exchange", "bucket_mb": 0.008}),
         "ddp-rounded": split(2, "ddp", {"reduce_dtype": "bfloat16"}),
         "zero1-rounded": split(2, "zero1", {"reduce_dtype": "bfloat16"}),
         "fsdp-rounded": split(2, "fsdp", {"reduce_dtype": "bfloat16"}),
@@ -61,6 +65,8 @@ def test_two_processes(reference, data, tmp_path):
             assert_same(log, reference)
         first, second = (torch.load(tmp_path / key / f"weights-{rank}.pt") for rank in range(2))
         assert all(torch.equal(first[name], second[name]) for name in first), key
+        reduction = "exchange" if key.endswith("exchanged") else "collective"  # auto on a CPU: the latter
+        assert log.used["reduction"].used == reduction, key
     reasons = {key: log.used["parallelism"].reason for key, log in logs.items()}
     assert reasons["zero1"] == "updated weights are gathered while the forward pass runs"
     assert reasons["zero1-whole"].startswith("updated weights are gathered before the forward pass")
@@ -86,10 +92,12 @@ def test_four_processes_in_two_groups(reference, data, tmp_path):
         "resharded": split(4, "fsdp", hybrid | {"reshard_after_forward": "always"}),
         "copies": split(4, "fsdp", {"shard_ranks": 1}),
         "zero1": split(4, "zero1", {}),
+        "zero1-exchanged": split(4, "zero1", {"reduction": "exchange", "bucket_mb": 0.008}),
+        "ddp-exchanged": split(4, "ddp", {"reduction": "exchange", "bucket_mb": 0.008}),
     }
     for key, log in run_many(configs, data, tmp_path).items():
         assert_same(log, reference)
-        if key != "zero1":
+        if configs[key].parallelism == "fsdp":
             assert f"sharded among {configs[key].communication.shard_ranks} ranks" in log.used["parallelism"].reason
 
 
@@ -107,7 +115,11 @@ def test_two_cards(data, tmp_path):
         "late": on_cards("zero1", {"overlap_gather": False}),
         "early": on_cards("zero1", {}),
         "compiled": on_cards("zero1", {"bucket_mb": 0.5, "first_bucket_mb": 0.1}, compile="block"),
-        "graphs": on_cards("zero1", {}, compile="block", cuda_graphs=True),
+        "graphs": on_cards("zero1", {"reduction": "collective"}, compile="block", cuda_graphs=True),
+        "zero1-exchanged": on_cards("zero1", {"reduction": "exchange", "bucket_mb": 0.5}),
+        "ddp-exchanged": on_cards("ddp", {"reduction": "exchange", "bucket_mb": 0.5}),
+        "zero1-exchanged-graphs": on_cards("zero1", {"reduction": "exchange"}, compile="block", cuda_graphs=True),
+        "ddp-exchanged-graphs": on_cards("ddp", {"reduction": "exchange"}, compile="block", cuda_graphs=True),
         "resharded": on_cards("fsdp", {"reshard_after_forward": "always", "prefetch_blocks": 2}),
         "copies": on_cards("fsdp", {"shard_ranks": 1}),
     }
@@ -125,7 +137,50 @@ def test_two_cards(data, tmp_path):
         assert found == pytest.approx([evaluation.loss for evaluation in late.evaluations], rel=relative), key
         first, second = (torch.load(tmp_path / key / f"weights-{rank}.pt", map_location="cpu") for rank in range(2))
         assert all(torch.equal(first[name], second[name]) for name in first), key
-    assert_graphs(logs["graphs"])
+        if "exchanged" in key:
+            assert log.used["reduction"].used == "exchange", log.used["reduction"].reason
+        if key.endswith("graphs"):
+            assert_graphs(log)
+
+
+def test_what_forbids_an_exchange_has_a_reason():
+    allowed = {"world_size": 2, "parallelism": "ddp", "communication": {"reduction": "exchange"}}
+    assert no_exchange(tiny_config(**allowed)) is None
+    for change, reason in (
+        ({"world_size": 1}, "one process"),
+        ({"parallelism": "fsdp"}, "only ddp and zero1"),
+        ({"communication": {"reduction": "exchange", "reduce_dtype": "bfloat16"}}, "sums in float32"),
+        ({"nnodes": 2}, "within a node"),
+        ({"memory_cap_gib": 4.0}, "memory_cap_gib"),
+    ):
+        found = no_exchange(tiny_config(**allowed | change))
+        assert found is not None and reason in found
+
+
+def test_cards_that_cannot_exchange_say_why(monkeypatch):
+    process = Process(rank=0, world_size=2, local_rank=0, device=torch.device("cuda", 0))
+    monkeypatch.setenv("NCCL_CTA_POLICY", "2")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    assert missing_here(process) is None
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    assert missing_here(process) == "the cards cannot write to each other's memory"
+    monkeypatch.setenv("NCCL_CTA_POLICY", "0")
+    assert missing_here(process) == "NCCL_CTA_POLICY is 0, and copy engines need 2"
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    assert missing_here(process).startswith("NCCL 2.27.5 has no")
+
+
+def test_a_step_that_was_broken_off_leaves_nothing_in_an_exchange(one_rank):
+    """Of two buckets one has been sent off: the next step's sums are its own."""
+    exchange = Exchange(8, 1, one_rank.device)
+    first, second = torch.arange(8.0), torch.arange(8.0, 16.0)
+    exchange.sum(first, first, everywhere=True)
+    exchange.begin_step()
+    exchange.sum(second, second, everywhere=True)
+    exchange.finish()
+    assert exchange.summed is None and not exchange.works
+    assert torch.equal(second, torch.arange(8.0, 16.0))
 
 
 @pytest.fixture

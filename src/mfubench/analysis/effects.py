@@ -50,6 +50,8 @@ def settings_that_ran(log: RunLog) -> dict[str, Any]:
             settings["loader"]["kind"] = choice.used
         elif key in settings["kernels"]:
             settings["kernels"][key] = choice.used
+        elif key in settings["communication"]:
+            settings["communication"][key] = choice.used
         else:
             settings[key] = choice.used
     if settings["loader"]["kind"] == "memmap":  # which has neither workers nor prefetching

@@ -14,7 +14,6 @@ from mfubench.analysis.statistics import Interval, difference
 from mfubench.run_log import RunLog
 
 WORLD_SIZE_SUFFIX = re.compile(r"-gpus\d+$")
-ALONE_IS = "ddp"  # the parallelism of one process, which has nothing to do in parallel
 
 
 @dataclass(frozen=True)
@@ -109,22 +108,28 @@ def what_differs(key: str, keys: Sequence[str]) -> str:
 
 
 def start_with_one_process(by_settings: dict[str, list[Measures]]) -> None:
-    """Runs of one process, which are under `ddp`, join the series of the other parallelisms too."""
-    for key in [key for key in by_settings if json.loads(key)["parallelism"] == ALONE_IS]:
-        alone = [run for run in by_settings[key] if run.log.config.world_size == 1]
-        others = [json.dumps(json.loads(key) | {"parallelism": other}, sort_keys=True) for other in ("zero1", "fsdp")]
-        there = [other for other in others if other in by_settings]
-        for other in there:
-            by_settings[other] += alone
-        if there and len(alone) == len(by_settings[key]):
-            del by_settings[key]
+    """Let runs of one process begin every series of several that they can begin, instead of one of their own."""
+    for alone in [key for key, runs in by_settings.items() if runs[0].log.config.world_size == 1]:
+        begun = [key for key in by_settings if key != alone and begins(alone, key)]
+        for key in begun:
+            by_settings[key] += by_settings[alone]
+        if begun:
+            del by_settings[alone]
 
 
 def series_key(log: RunLog) -> str:
-    """Equal for runs that differ in the world size alone; one process, which has none, counts as `ddp`."""
+    """Equal for runs that differ in the number of processes alone; one has nothing to do in parallel."""
     settings = settings_that_ran(log)
     settings.pop("world_size")
     settings.pop("nnodes")
-    if settings["parallelism"] == "none":
-        settings["parallelism"] = ALONE_IS
-    return json.dumps(settings, sort_keys=True)
+    alone = log.config.world_size == 1
+    return json.dumps({key: value for key, value in settings.items() if not (alone and parallel(key))}, sort_keys=True)
+
+
+def begins(alone: str, several: str) -> bool:
+    """Whether a run of one process and one of several, by their keys, differ in what several do in parallel alone."""
+    return json.loads(alone) == {key: value for key, value in json.loads(several).items() if not parallel(key)}
+
+
+def parallel(setting: str) -> bool:
+    return setting == "parallelism" or setting.startswith("communication.")

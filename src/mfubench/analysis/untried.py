@@ -8,9 +8,12 @@ from typing import Any
 from mfubench.analysis.answer import Answer, Candidate, command_for
 from mfubench.analysis.effects import differing_settings
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.scaling import ALONE_IS, series_key
+from mfubench.analysis.scaling import begins, series_key
 from mfubench.analysis.statistics import Difference, difference
 from mfubench.config import ConfigError, RunConfig, parse
+from mfubench.run_log import RunLog
+
+MANY_OF_ONE = "ddp"  # what a run without parallelism becomes on more than one GPU
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,10 @@ def untried(found: Findings, answer: Answer) -> Untried | None:
     """
     fastest = answer.fastest
     world_size = fastest.config.world_size
-    tried = {series_key(log) for log in found.study.runs.values() if log.config.world_size >= world_size}
+    tried = [log for log in found.study.runs.values() if log.config.world_size >= world_size]
     faster = []
     for candidate in answer.candidates:
-        if candidate.config.world_size >= world_size or series_key(candidate.runs[0].log) in tried:
+        if candidate.config.world_size >= world_size or any(is_as_many(candidate, log) for log in tried):
             continue
         rates, fastest_rates = ([run.rates for run in side.runs] for side in (candidate, fastest))
         change = difference(rates, fastest_rates, found.spread)
@@ -57,12 +60,18 @@ def untried(found: Findings, answer: Answer) -> Untried | None:
     return max(faster, key=lambda item: item.difference.change, default=None)
 
 
+def is_as_many(candidate: Candidate, log: RunLog) -> bool:
+    """Whether a run on more GPUs is what the candidate becomes there."""
+    own, many = series_key(candidate.runs[0].log), series_key(log)
+    return own == many or (log.config.parallelism == MANY_OF_ONE and begins(own, many))
+
+
 def on_as_many(config: RunConfig, fastest: RunConfig) -> RunConfig | None:
     """The settings on the fastest's GPUs; None where they do not allow it, as with shards of three of eight ranks."""
     values = config.model_dump(mode="json", exclude={"global_batch_size"})
     values |= {"world_size": fastest.world_size, "nnodes": fastest.nnodes}
     if config.parallelism == "none":
-        values["parallelism"] = ALONE_IS
+        values["parallelism"] = MANY_OF_ONE
     try:
         return parse(RunConfig, values, config.name)
     except ConfigError:
@@ -76,7 +85,7 @@ def own_differences(fastest: Candidate, candidate: Candidate) -> dict[str, tuple
         differing.pop(key, None)
     if "parallelism" in differing:
         theirs, alone = differing.pop("parallelism")
-        own = ALONE_IS if alone == "none" else alone
+        own = MANY_OF_ONE if alone == "none" else alone
         if own != theirs:
             differing["parallelism"] = (theirs, own)
     return differing

@@ -24,7 +24,7 @@ ELEMENTWISE = "elementwise"
 LOSS = "loss"
 OPTIMIZER = "optimizer"
 COMMUNICATION = "communication"
-COPY = "copy"  # memcpy, memset, fills: what no arithmetic asks for
+COPY = "copy"  # memcpy on the card, memset, fills: what no arithmetic asks for
 OTHER = "other"
 HOST = "host"  # a CPU's Python and autograd engine between operators; the GPU's gaps while the host was behind
 QUEUE = "queue"  # gaps although the next kernel had been launched: the device's own, or a wait for another stream
@@ -36,6 +36,7 @@ COMPUTE = (MATMUL, ATTENTION, *ELEMENTWISE_GROUPS, LOSS, OPTIMIZER, OTHER)
 CATEGORIES = (*COMPUTE, COMMUNICATION, COPY, HOST, QUEUE, DATA)
 
 COLLECTIVE = re.compile(r"nccl(Dev)?Kernel|^gloo:|^nccl:|^c10d::|RingLL|multimem_|one_shot_all_reduce", re.I)
+BETWEEN_CARDS = "Memcpy PtoP"  # what a copy engine sends to another card
 # Inductor names fused kernels after operators they stand next to, attention and matmuls included; its real matmuls
 # are triton_tem_*.
 FUSED = re.compile(r"triton_(poi|red|per|for)_|cpp_fused_")
@@ -123,7 +124,7 @@ def compiled(pattern: str) -> re.Pattern[str]:
 @functools.lru_cache(maxsize=65536)
 def category_of_kernel(name: str, host: tuple[str, ...] = ()) -> str:
     """What a kernel on a GPU is for. `host`: the operators it was launched under, outermost first."""
-    if COLLECTIVE.search(name):
+    if COLLECTIVE.search(name) or name.startswith(BETWEEN_CARDS):
         return COMMUNICATION
     if name.startswith(("Memcpy", "Memset")):
         return COPY

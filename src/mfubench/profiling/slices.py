@@ -6,7 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mfubench.profiling.categories import COMMUNICATION, COPY, DATA, MATMUL, category_of_kernel, category_of_operator
+from mfubench.profiling.categories import (
+    BETWEEN_CARDS,
+    COMMUNICATION,
+    DATA,
+    MATMUL,
+    category_of_kernel,
+    category_of_operator,
+)
 from mfubench.profiling.chrome_trace import (
     DATA_MARK,
     DEVICE_WORK,
@@ -41,8 +48,8 @@ def overlap(piece: Slice, window: Span) -> float:
 
 
 def is_collective(piece: Slice) -> bool:
-    """The transfer itself, not the operator that asks for it."""
-    return piece.category == COMMUNICATION and not piece.name.startswith("c10d::")
+    """A transfer that waits for all ranks: not the operator that asks for it, nor a copy, which has waited before."""
+    return piece.category == COMMUNICATION and not piece.name.startswith(("c10d::", BETWEEN_CARDS))
 
 
 def device_slices(step: CutStep) -> Iterable[Slice]:
@@ -53,7 +60,7 @@ def device_slices(step: CutStep) -> Iterable[Slice]:
         category = category_of_kernel(event["name"], tuple(arguments.get("host", ())))
         yield Slice(
             event["name"],
-            category if event["cat"] == "kernel" else COPY,
+            category,
             event["ts"],
             end_of(event),
             arguments.get("launched"),

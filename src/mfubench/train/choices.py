@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 from mfubench.config import OptimizerConfig, RunConfig
-from mfubench.decisions import ROW_MULTIPLE
+from mfubench.decisions import ROW_MULTIPLE, no_exchange
 from mfubench.model import resolve_attention, resolve_loss
 from mfubench.model.decoder import DTYPES
 from mfubench.model.operations import Operations, join_split_and_attention, not_running, resolve_operations
 from mfubench.model.weight_gradient import add_product
 from mfubench.run_log import Choice
+from mfubench.train.exchange import missing_on
 from mfubench.train.fsdp import no_whole_gradients
 from mfubench.train.parallel import Piece
 from mfubench.train.process import Process
@@ -122,6 +123,7 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
         "fp8": fp8,
         **operation_choices,
         "cross_entropy": cross_entropy,
+        "reduction": resolve_reduction(config, process),
         "weight_gradient": resolve_weight_gradient(config, device, DTYPES[dtype.used], parallelism.used, fp8.used),
         "adamw": resolve_adamw(config, device),
     }
@@ -190,6 +192,19 @@ def resolve_fp8(config: RunConfig, device: torch.device) -> Choice:
             except Exception as error:  # a wheel built for another torch fails with more than ImportError
                 obstacle = f"torchao.float8 cannot be imported ({error})"
     return switch(config.fp8, obstacle)
+
+
+def resolve_reduction(config: RunConfig, process: Process) -> Choice:
+    wanted, obstacle = config.communication.reduction, no_exchange(config)
+    if wanted == "collective":
+        return Choice(requested=wanted, used=wanted)
+    if wanted == "auto" and obstacle is None and not process.on_cuda:
+        return Choice(requested=wanted, used="collective")
+    if obstacle is None and process.on_cuda:
+        obstacle = missing_on(process)
+    if obstacle is not None:
+        return Choice(requested=wanted, used="collective", reason=obstacle)
+    return Choice(requested=wanted, used="exchange")
 
 
 def resolve_weight_gradient(

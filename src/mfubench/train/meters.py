@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mfubench.config import RunConfig
 from mfubench.run_log import Phase, RankMemory, RunLog, Step
+from mfubench.train.exchange import symmetric_bytes
 from mfubench.train.process import Process
 
 Mark = float | torch.cuda.Event
@@ -171,8 +172,8 @@ def memory_of(process: Process) -> RankMemory:
     statistics = torch.cuda.memory_stats(process.device)
     return RankMemory(
         rank=process.rank,
-        peak_allocated_gib=statistics["allocated_bytes.all.peak"] / 2**30,
-        peak_reserved_gib=statistics["reserved_bytes.all.peak"] / 2**30,
+        peak_allocated_gib=(statistics["allocated_bytes.all.peak"] + symmetric_bytes()) / 2**30,
+        peak_reserved_gib=(statistics["reserved_bytes.all.peak"] + symmetric_bytes()) / 2**30,
         peak_rss_gib=peak_rss_gib,
         allocator_retries=statistics["num_alloc_retries"],
     )

@@ -25,6 +25,7 @@ from mfubench.config import CommunicationConfig
 from mfubench.model import Decoder
 from mfubench.model.weight_gradient import Linear, MainGradient
 from mfubench.train.buckets import Bucket, Slot, plan_buckets
+from mfubench.train.exchange import Exchange, gather_parts, symmetric_zeros
 from mfubench.train.gathers import WeightGathers
 from mfubench.train.process import Process
 
@@ -83,8 +84,12 @@ class FlatEngine:
         gradient_accumulation_steps: int,
         shard: bool,
         communication: CommunicationConfig | None = None,
+        exchange: bool = False,
     ):
-        """Move the module's parameters into flat buffers; `initial` yields name and float32 value of each."""
+        """Move the module's parameters into flat buffers; `initial` yields name and float32 value of each.
+
+        exchange: sums over the ranks are made by exchange (see exchange.py), not by a collective that adds.
+        """
         self.process = process
         self.sharded, self.copies = shard, 1
         self.divisor = float(gradient_accumulation_steps * process.world_size)
@@ -93,8 +98,11 @@ class FlatEngine:
         self.slots = {slot.name: slot for bucket in self.buckets for slot in bucket.slots}
         total = self.buckets[-1].end
         dtype = next(module.parameters()).dtype
-        self.compute = torch.zeros(total, dtype=dtype, device=process.device)
-        self.gradient = torch.zeros(total, dtype=torch.float32, device=process.device)
+        make = symmetric_zeros if exchange else torch.zeros
+        self.compute = (make if shard else torch.zeros)(total, dtype=dtype, device=process.device)
+        self.gradient = make(total, dtype=torch.float32, device=process.device)
+        largest = max(bucket.end - bucket.start for bucket in self.buckets)
+        self.exchange = Exchange(largest, process.world_size, process.device) if exchange else None
         if dtype == torch.float32:
             self.masters = self.compute
         else:
@@ -215,6 +223,8 @@ class FlatEngine:
         if last:
             self.sent = 0
             self.works.clear()  # of a step that was broken off
+            if self.exchange is not None:
+                self.exchange.begin_step()
             for bucket in self.buckets:
                 bucket.missing = sum(slot.arrivals for slot in bucket.slots)
 
@@ -222,9 +232,17 @@ class FlatEngine:
         """Note one more finished gradient; send off what is complete, always in the order of the buckets."""
         bucket.missing -= 1
         while self.sent < len(self.buckets) and self.buckets[self.sent].missing == 0:
-            if self.process.world_size > 1:
+            if self.exchange is not None:
+                bucket = self.buckets[self.sent]
+                self.exchange.sum(self.gradient[bucket.start : bucket.end], self.part_of(bucket), not self.sharded)
+            elif self.process.world_size > 1:
                 self.works.append(self.reduce(self.buckets[self.sent]))
             self.sent += 1
+
+    def part_of(self, bucket: Bucket) -> Tensor:
+        """This rank's part of a bucket's gradients, in ddp too."""
+        size = (bucket.end - bucket.start) // self.process.world_size
+        return self.gradient[bucket.start + self.process.rank * size :][:size]
 
     def reduce(self, bucket: Bucket) -> Any:
         """Begin summing a bucket's gradients over the ranks; NCCL does it on a stream of its own."""
@@ -248,6 +266,8 @@ class FlatEngine:
         for work in self.works:
             work.wait()
         self.works.clear()
+        if self.exchange is not None:
+            self.exchange.finish()
 
     def gradients(self) -> list[Tensor]:
         """The main gradients of `pieces`, in the same order."""
@@ -275,7 +295,7 @@ class FlatEngine:
     def gather(self, bucket: Bucket) -> Any:
         """Begin an all-gather of a bucket's updated weights."""
         start, end = self.owned_range(bucket)
-        return gather_bucket(self.compute[bucket.start : bucket.end], self.compute[start:end])
+        return gather_parts(self.compute[bucket.start : bucket.end], self.compute[start:end])
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -295,7 +315,7 @@ class FlatEngine:
             whole = tensors[index]
             if self.sharded:
                 whole = torch.empty(bucket.end - bucket.start, device=tensors[index].device)
-                gather_bucket(whole, tensors[index]).wait()
+                gather_parts(whole, tensors[index]).wait()
             for slot in bucket.slots:
                 if slot.start * self.process.world_size // self.buckets[-1].end == self.process.rank:
                     start = slot.start - bucket.start
@@ -339,10 +359,3 @@ def sum_over_ranks(own: Tensor, whole: Tensor) -> Any:
     if own.numel() == whole.numel():
         return dist.all_reduce(whole, async_op=True)
     return dist.reduce_scatter_tensor(own, whole, async_op=True)
-
-
-def gather_bucket(whole: Tensor, own: Tensor) -> Any:
-    """Begin an all-gather of every rank's part of `whole`; `own` is this rank's part of it."""
-    if not own.is_cuda:
-        own = own.clone()  # gloo reads its input while it writes the output
-    return dist.all_gather_into_tensor(whole, own, async_op=True)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mfubench.config import ConfigError, RunConfig
 from mfubench.run_log import write_text_atomically
+from mfubench.train.exchange import may_exchange, take_no_thread_blocks
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ def start_process(config: RunConfig, timeout_s: float) -> Process:
         if store is not None:
             places = {"rank": rank, "world_size": world_size, "store": store}
         if device.type == "cuda":
+            if may_exchange(config):
+                take_no_thread_blocks()
             dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout, **places)
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
         else:

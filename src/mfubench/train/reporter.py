@@ -8,6 +8,7 @@ import torch
 
 from mfubench.run_log import RunLog, Step, append_step, write_json
 from mfubench.train.arguments import Paths
+from mfubench.train.exchange import symmetric_bytes
 from mfubench.train.meters import memory_of
 from mfubench.train.process import Process
 from mfubench.train.progress import Display, live_values, palm_mfu_of
@@ -36,7 +37,7 @@ class Reporter:
             return
         self.append(steps)
         log_steps(self.trackers, steps)
-        allocated_gib = torch.cuda.memory_allocated() / 2**30 if self.process.on_cuda else None
+        allocated_gib = (torch.cuda.memory_allocated() + symmetric_bytes()) / 2**30 if self.process.on_cuda else None
         self.live = live_values(self.log, memory_of(self.process), allocated_gib, self.mfu_factor)
         write_json(self.paths.live, self.live)
         if self.display is not None:

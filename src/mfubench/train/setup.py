@@ -119,6 +119,7 @@ def build_engine(config: RunConfig, resolved: Resolved, process: Process) -> tup
             gradient_accumulation_steps=accumulation,
             shard=resolved.used["parallelism"].used == "zero1",
             communication=config.communication,
+            exchange=resolved.used["reduction"].used == "exchange",
         )
         if engine.sharded and config.communication.overlap_gather:
             whole = resolved.used["compile"].used == "model"

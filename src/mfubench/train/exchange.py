@@ -1,0 +1,175 @@
+"""Sums over ranks by exchange: every rank is sent its part of all ranks' gradients, adds it up, and hands it round.
+
+A reduction by NCCL is a kernel that holds some multiprocessors (24 of 132 on an H200) as long as it lasts. A matmul
+whose tiles are dealt out to all of them beforehand then waits for those few and takes twice as long, however few they
+are. An exchange is copies alone, which the cards' copy engines make, and a short sum. NCCL (2.28 and newer) leaves an
+all-to-all and an all-gather between the cards of one node to them where the communicator's policy is to take no thread
+block and all memory involved is registered as symmetric.
+
+One rank adds up a part in float32, and all ranks take over what it has found: they hold the same bits.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mfubench.config import RunConfig
+from mfubench.decisions import EXCHANGE_SLOTS, GIB, no_exchange
+
+if TYPE_CHECKING:
+    from mfubench.train.process import Process
+
+NO_THREAD_BLOCK = "2"  # a value of NCCL_CTA_POLICY
+OLDEST_NCCL = (2, 28)
+_symmetric_bytes = 0
+
+
+def may_exchange(config: RunConfig) -> bool:
+    """Whether settings ask for an exchange, or leave it to `auto` and do not forbid it."""
+    wanted = config.communication.reduction
+    return wanted == "exchange" or (wanted == "auto" and no_exchange(config) is None)
+
+
+def take_no_thread_blocks() -> None:
+    """Let NCCL communicators that are made from now on move data by copy engines wherever they can."""
+    if torch.cuda.nccl.version() >= OLDEST_NCCL:
+        os.environ.setdefault("NCCL_CTA_POLICY", NO_THREAD_BLOCK)
+    os.environ["TORCH_SYMMMEM_IMPLICIT_POOL"] = "0"  # torch 2.11 has no pool of NCCL's memory
+
+
+def missing_on(process: Process) -> str | None:
+    """What the ranks' cards and NCCL lack for an exchange, the same words on all ranks. Collective."""
+    complaints = [complaint for complaint in process.gather(missing_here(process)) if complaint]
+    if not complaints:  # all of them can go on to something that only all can do together
+        complaints = [complaint for complaint in process.gather(failure_of_trial(process)) if complaint]
+    return complaints[0] if complaints else None
+
+
+def missing_here(process: Process) -> str | None:
+    version = torch.cuda.nccl.version()
+    if version < OLDEST_NCCL:
+        return f"NCCL {'.'.join(map(str, version))} has no collectives of copy engines; 2.28 and newer have"
+    if (policy := os.environ.get("NCCL_CTA_POLICY")) != NO_THREAD_BLOCK:
+        return f"NCCL_CTA_POLICY is {policy}, and copy engines need {NO_THREAD_BLOCK}"
+    others = (card for card in range(process.world_size) if card != process.local_rank)
+    if not all(torch.cuda.can_device_access_peer(process.local_rank, card) for card in others):
+        return "the cards cannot write to each other's memory"
+    return None
+
+
+def failure_of_trial(process: Process) -> str | None:
+    """What comes of a small exchange: None where it is the sum, else words."""
+    numel = 1024 * process.world_size
+    try:
+        whole = symmetric_zeros(numel, torch.float32, process.device).fill_(process.rank + 1)
+        exchange = Exchange(numel, process.world_size, process.device)
+        exchange.sum(whole, whole.chunk(process.world_size)[process.rank], everywhere=True)
+        exchange.finish()
+        expected = process.world_size * (process.world_size + 1) / 2
+        return None if bool((whole == expected).all()) else "a trial of it found a wrong sum"
+    except (RuntimeError, AttributeError, TypeError) as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def symmetric_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[numel] zeros that, on CUDA, the other ranks' cards can write to. Collective; not of torch's allocator."""
+    global _symmetric_bytes
+    if device.type != "cuda":
+        return torch.zeros(numel, dtype=dtype, device=device)
+    import torch.distributed._symmetric_memory as symmetric
+
+    size = numel * dtype.itemsize
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    if size > free:
+        raise torch.OutOfMemoryError(f"CUDA out of memory: {size / GIB:.2f} GiB of {free / GIB:.2f} GiB that are free")
+    symmetric.set_backend("NCCL")
+    tensor = symmetric.empty(numel, dtype=dtype, device=device)
+    group = dist.group.WORLD
+    assert group is not None
+    symmetric.rendezvous(tensor, group)
+    _symmetric_bytes += size
+    return tensor.zero_()
+
+
+def symmetric_bytes() -> int:
+    """Device memory of this process that torch's allocator does not count."""
+    return _symmetric_bytes
+
+
+class Exchange:
+    """Sums under way. For a bucket of n ranks x k elements:
+
+        whole    [n * k] this rank's gradients; part r of it is added up by rank r
+        received [n, k]  part `rank` of every rank
+        own      [k]     their sum, in place of part `rank` of `whole`
+
+    The parts of the next bucket set out before a sum is handed round: links do not wait for an addition, which itself
+    waits for room between matmuls.
+    """
+
+    def __init__(self, largest: int, world_size: int, device: torch.device):
+        """largest: elements of the largest bucket. Collective."""
+        self.world_size, self.on_cuda = world_size, device.type == "cuda"
+        self.received = [symmetric_zeros(largest, torch.float32, device) for _ in range(EXCHANGE_SLOTS)]
+        if self.on_cuda:
+            self.sending, self.adding = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what a step that was broken off has left."""
+        self.added: list[Any] = []  # of each sum, on CUDA: when its slot was free again
+        self.summed: tuple[Tensor, Tensor] | None = None  # to be handed round: whole, own
+        self.works: list[Any] = []
+
+    def sum(self, whole: Tensor, own: Tensor, everywhere: bool) -> None:
+        """Begin summing `whole` over the ranks: into `own`, and with `everywhere` all sums into all of `whole`."""
+        slot = len(self.added) % EXCHANGE_SLOTS
+        received = self.received[slot][: whole.numel()]
+        if self.on_cuda:
+            self.sending.wait_stream(torch.cuda.current_stream())
+            if len(self.added) >= EXCHANGE_SLOTS:
+                self.sending.wait_event(self.added[-EXCHANGE_SLOTS])
+        with self.on("sending"):
+            exchanged = dist.all_to_all_single(received, whole, async_op=True)
+        self.hand_round()
+        with self.on("adding"):
+            exchanged.wait()
+            torch.sum(received.view(self.world_size, -1), dim=0, out=own)
+            self.added.append(self.adding.record_event() if self.on_cuda else None)
+        if everywhere:
+            self.summed = whole, own
+
+    def hand_round(self) -> None:
+        """Begin sending the last sum to all ranks."""
+        if self.summed is not None:
+            whole, own = self.summed
+            with self.on("adding"):
+                self.works.append(gather_parts(whole, own))
+            self.summed = None
+
+    def finish(self) -> None:
+        """Wait (on CUDA: make the stream wait) for all sums of this step."""
+        self.hand_round()
+        for work in self.works:
+            work.wait()
+        if self.on_cuda:
+            torch.cuda.current_stream().wait_stream(self.adding)
+            torch.cuda.current_stream().wait_stream(self.sending)
+        self.begin_step()
+
+    def on(self, stream: str) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(getattr(self, stream)) if self.on_cuda else nullcontext()
+
+
+def gather_parts(whole: Tensor, own: Tensor) -> Any:
+    """Begin an all-gather of every rank's part of `whole`; `own` is this rank's part of it."""
+    if not own.is_cuda:
+        own = own.clone()  # gloo reads its input while it writes the output
+    return dist.all_gather_into_tensor(whole, own, async_op=True)
