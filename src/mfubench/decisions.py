@@ -18,6 +18,8 @@ CHUNK_BYTES = 2**31
 # 50,257): tensor cores want rows of whole 16-byte pieces, and logits of odd width run several times slower. Of its
 # gradient, which has no padding, as many rows make one product.
 ROW_MULTIPLE = 64
+EXCHANGES_BY_ITSELF = ("ddp", "zero1")  # what `auto` takes an exchange for: measured to be faster
+WITHOUT_WHOLE_GRADIENTS = "fsdp sums by exchange what matmuls have written whole (kernels.weight_gradient: accumulate)"
 EXCHANGE_SLOTS = 2  # buckets whose parts an exchange keeps: while those of one are added up, the next one's arrive
 
 
@@ -48,12 +50,23 @@ def fsdp_without_sum(config: RunConfig, parameters: int, capacity_gib: float) ->
     return None
 
 
+def may_exchange(config: RunConfig) -> bool:
+    """Whether settings ask for an exchange (mfubench.train.exchange), or leave it to `auto` and do not forbid it."""
+    wanted = config.communication.reduction
+    return wanted == "exchange" or (
+        wanted == "auto" and config.parallelism in EXCHANGES_BY_ITSELF and no_exchange(config) is None
+    )
+
+
 def no_exchange(config: RunConfig) -> str | None:
-    """Why these settings leave no sum over ranks to an exchange (mfubench.train.exchange), or None where they may."""
+    """Why these settings leave no sum over ranks to an exchange, or None where they may."""
     if config.world_size == 1:
         return "one process"
-    if config.parallelism not in ("ddp", "zero1"):
-        return "only ddp and zero1 sum by exchange"
+    if config.parallelism == "fsdp":
+        if shard_ranks(config) < config.world_size:
+            return "fsdp sums by exchange among all ranks"
+        if config.communication.reshard_after_forward == "always" or config.kernels.weight_gradient == "plain":
+            return WITHOUT_WHOLE_GRADIENTS
     if config.communication.reduce_dtype != "float32":
         return "an exchange sums in float32"
     if config.nnodes > 1:

@@ -139,9 +139,13 @@ def fsdp_state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float,
     block = (counts.attention + counts.mlp) / model.num_hidden_layers
     several = config.gradient_accumulation_steps > 1
     keeps = fsdp_keeps_weights(config, parameters, capacity_gib)
-    held = 0 if several else block if model.tie_word_embeddings else counts.lm_head
+    exchanges = config.communication.reduction == "exchange"
+    tied = model.tie_word_embeddings
+    held = 0 if several else block if tied else counts.lm_head
+    if exchanges:  # what arrives has a place of its own: of two blocks, of embedding and head
+        held = 2 * block + counts.token_embedding + (0 if tied else counts.lm_head)
     gathered = np.where(keeps, parameters + held, 2 * np.maximum(block, counts.lm_head))
-    if several:
+    if several or exchanges:
         whole = parameters
     elif config.kernels.weight_gradient == "accumulate":
         whole = parameters - counts.token_embedding - (0 if head_accumulates(config) else counts.lm_head)
@@ -151,11 +155,12 @@ def fsdp_state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float,
     going = passing + np.where(keeps, element * gathered, 0)
     without_room = np.maximum(4 * shard - going, 0)
     reduced = np.where(np.logical_or(keeps, not several), without_room, 4 * shard)
+    received = 4 * np.maximum(block, counts.token_embedding) if exchanges else 0
     return {
         "weights": element * gathered + (element * shard if element < 4 else 0),
         "masters": 4 * shard,
         "moments": 8 * shard,
-        "gradients": reduced + np.where(keeps, 4 * whole, element * gathered),
+        "gradients": reduced + np.where(keeps, 4 * whole, element * gathered) + received,
     }
 
 

@@ -6,7 +6,7 @@ import math
 
 from mfubench.card_rates import Rates, generation, is_pcie
 from mfubench.config import ModelConfig, RunConfig
-from mfubench.decisions import LARGE_VOCABULARY, fsdp_without_sum, no_exchange
+from mfubench.decisions import LARGE_VOCABULARY, fsdp_without_sum, may_exchange
 from mfubench.flops import count_parameters
 from mfubench.hardware import find_gpu
 from mfubench.memory import activation_kernel
@@ -38,7 +38,7 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
 
 def resolve_auto(config: RunConfig, capacity_gib: float = math.inf) -> RunConfig:
     """Own kernels, loss and reduction of `auto` as on a GPU that runs all; attention aside, which depends on it."""
-    config = with_reduction(config, "collective" if no_exchange(config) else "exchange")
+    config = with_reduction(config, "exchange" if may_exchange(config) else "collective")
     return resolve_loss(resolve_kernels(config, capacity_gib))
 
 

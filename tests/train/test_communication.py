@@ -19,6 +19,7 @@ from mfubench.train.gathers import WeightGathers
 from mfubench.train.process import Process
 
 RELATIVE = 1e-5
+ACCUMULATE = {"weight_gradient": "accumulate"}
 EVALUATION = {"interval": 4, "iters": 2, "at_end": True}
 
 
@@ -55,6 +56,16 @@ def test_two_processes(reference, data, tmp_path):
         "fsdp-resharded": split(2, "fsdp", {"reshard_after_forward": "always", "prefetch_blocks": 2}),
         "ddp-exchanged": split(2, "ddp", {"reduction": "exchange", "bucket_mb": 0.008}),
         "zero1-exchanged": split(2, "zero1", {"reduction": "exchange", "bucket_mb": 0.008}),
+        "fsdp-exchanged": split(2, "fsdp", {"reduction": "exchange"}, kernels=ACCUMULATE),
+        "fsdp-one-micro-step-exchanged": split(
+            2,
+            "fsdp",
+            {"reduction": "exchange", "prefetch_blocks": 2},
+            kernels=ACCUMULATE,
+            micro_batch_size=4,
+            gradient_accumulation_steps=1,
+            evaluation=EVALUATION | {"iters": 2},  # of four sequences: the same 16 on both ranks
+        ),
         "ddp-rounded": split(2, "ddp", {"reduce_dtype": "bfloat16"}),
         "zero1-rounded": split(2, "zero1", {"reduce_dtype": "bfloat16"}),
         "fsdp-rounded": split(2, "fsdp", {"reduce_dtype": "bfloat16"}),
@@ -94,10 +105,13 @@ def test_four_processes_in_two_groups(reference, data, tmp_path):
         "zero1": split(4, "zero1", {}),
         "zero1-exchanged": split(4, "zero1", {"reduction": "exchange", "bucket_mb": 0.008}),
         "ddp-exchanged": split(4, "ddp", {"reduction": "exchange", "bucket_mb": 0.008}),
+        "fsdp-exchanged": split(4, "fsdp", {"reduction": "exchange"}, kernels=ACCUMULATE),
     }
     for key, log in run_many(configs, data, tmp_path).items():
         assert_same(log, reference)
-        if configs[key].parallelism == "fsdp":
+        if "exchanged" in key:
+            assert log.used["reduction"].used == "exchange", log.used["reduction"].reason
+        elif configs[key].parallelism == "fsdp":
             assert f"sharded among {configs[key].communication.shard_ranks} ranks" in log.used["parallelism"].reason
 
 
@@ -145,10 +159,14 @@ def test_two_cards(data, tmp_path):
 
 def test_what_forbids_an_exchange_has_a_reason():
     allowed = {"world_size": 2, "parallelism": "ddp", "communication": {"reduction": "exchange"}}
+    resharded = {"communication": {"reduction": "exchange", "reshard_after_forward": "always"}}
     assert no_exchange(tiny_config(**allowed)) is None
+    assert no_exchange(tiny_config(**allowed | {"parallelism": "fsdp", "kernels": ACCUMULATE})) is None
     for change, reason in (
         ({"world_size": 1}, "one process"),
-        ({"parallelism": "fsdp"}, "only ddp and zero1"),
+        ({"parallelism": "fsdp"}, "written whole"),
+        ({"parallelism": "fsdp", "kernels": ACCUMULATE} | resharded, "written whole"),
+        ({"world_size": 4, "parallelism": "fsdp", "communication": {"shard_ranks": 2}}, "among all ranks"),
         ({"communication": {"reduction": "exchange", "reduce_dtype": "bfloat16"}}, "sums in float32"),
         ({"nnodes": 2}, "within a node"),
         ({"memory_cap_gib": 4.0}, "memory_cap_gib"),

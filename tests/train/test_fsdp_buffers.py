@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.fsdp  # defines the operators
 
-from mfubench.train.fsdp_buffers import FEW, GatherBuffer, fill_scattered, gathered_from, take_over_copies
+from mfubench.train.fsdp_buffers import FEW, GatherBuffer, fill_scattered, gathered_from, numel_sent, take_over_copies
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "gathered_weights.py")
 SHAPES = [(10, 4), (7,), (1, 3), (64, 8), (5, 2, 3)]  # rows that ranks share evenly, that they don't, and too few
@@ -65,7 +65,7 @@ def gather_buffer(*sizes: tuple[int, ...]) -> GatherBuffer:
         )
         for size in sizes
     ]
-    buffer = GatherBuffer(parameters, torch.bfloat16, torch.device("cpu"))
+    buffer = GatherBuffer(parameters, torch.zeros(numel_sent(parameters), dtype=torch.bfloat16))
     buffer.buffer.copy_(torch.arange(buffer.buffer.numel()))
     return buffer
 

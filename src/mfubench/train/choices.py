@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 from mfubench.config import OptimizerConfig, RunConfig
-from mfubench.decisions import ROW_MULTIPLE, no_exchange
+from mfubench.decisions import ROW_MULTIPLE, WITHOUT_WHOLE_GRADIENTS, may_exchange, no_exchange
 from mfubench.model import resolve_attention, resolve_loss
 from mfubench.model.decoder import DTYPES
 from mfubench.model.operations import Operations, join_split_and_attention, not_running, resolve_operations
@@ -111,6 +111,7 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
         dtype=DTYPES[dtype.used],
         in_place=in_place,
     )
+    weight_gradient = resolve_weight_gradient(config, device, DTYPES[dtype.used], parallelism.used, fp8.used)
     used = {
         "attention": attention_choice,
         "compile": compiled,
@@ -123,8 +124,8 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
         "fp8": fp8,
         **operation_choices,
         "cross_entropy": cross_entropy,
-        "reduction": resolve_reduction(config, process),
-        "weight_gradient": resolve_weight_gradient(config, device, DTYPES[dtype.used], parallelism.used, fp8.used),
+        "weight_gradient": weight_gradient,
+        "reduction": resolve_reduction(config, process, weight_gradient.used),
         "adamw": resolve_adamw(config, device),
     }
     return Resolved(used=used, attention=attention, loss=loss, operations=operations, contrast=contrast)
@@ -194,17 +195,15 @@ def resolve_fp8(config: RunConfig, device: torch.device) -> Choice:
     return switch(config.fp8, obstacle)
 
 
-def resolve_reduction(config: RunConfig, process: Process) -> Choice:
+def resolve_reduction(config: RunConfig, process: Process, weight_gradient: str) -> Choice:
     wanted, obstacle = config.communication.reduction, no_exchange(config)
-    if wanted == "collective":
-        return Choice(requested=wanted, used=wanted)
-    if wanted == "auto" and obstacle is None and not process.on_cuda:
-        return Choice(requested=wanted, used="collective")
+    if not may_exchange(config) or (wanted == "auto" and not process.on_cuda):
+        return Choice(requested=wanted, used="collective", reason=obstacle if wanted == "auto" else None)
+    if obstacle is None and config.parallelism == "fsdp" and weight_gradient != "accumulate":
+        obstacle = WITHOUT_WHOLE_GRADIENTS
     if obstacle is None and process.on_cuda:
         obstacle = missing_on(process)
-    if obstacle is not None:
-        return Choice(requested=wanted, used="collective", reason=obstacle)
-    return Choice(requested=wanted, used="exchange")
+    return Choice(requested=wanted, used="collective" if obstacle else "exchange", reason=obstacle)
 
 
 def resolve_weight_gradient(

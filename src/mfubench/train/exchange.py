@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mfubench.config import RunConfig
-from mfubench.decisions import EXCHANGE_SLOTS, GIB, no_exchange
+from mfubench.decisions import EXCHANGE_SLOTS, GIB
 
 if TYPE_CHECKING:
     from mfubench.train.process import Process
@@ -28,12 +27,6 @@ if TYPE_CHECKING:
 NO_THREAD_BLOCK = "2"  # a value of NCCL_CTA_POLICY
 OLDEST_NCCL = (2, 28)
 _symmetric_bytes = 0
-
-
-def may_exchange(config: RunConfig) -> bool:
-    """Whether settings ask for an exchange, or leave it to `auto` and do not forbid it."""
-    wanted = config.communication.reduction
-    return wanted == "exchange" or (wanted == "auto" and no_exchange(config) is None)
 
 
 def take_no_thread_blocks() -> None:
@@ -77,8 +70,11 @@ def failure_of_trial(process: Process) -> str | None:
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def symmetric_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[numel] zeros that, on CUDA, the other ranks' cards can write to. Collective; not of torch's allocator."""
+def symmetric_zeros(
+    numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """[numel] zeros that, on CUDA, the cards of `group` (of all ranks) can write to. Collective; not of torch's
+    allocator. Only communication within that group finds it."""
     global _symmetric_bytes
     if device.type != "cuda":
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -91,7 +87,7 @@ def symmetric_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Ten
         raise torch.OutOfMemoryError(f"CUDA out of memory: {size / GIB:.2f} GiB of {free / GIB:.2f} GiB that are free")
     symmetric.set_backend("NCCL")
     tensor = symmetric.empty(numel, dtype=dtype, device=device)
-    group = dist.group.WORLD
+    group = group or dist.group.WORLD
     assert group is not None
     symmetric.rendezvous(tensor, group)
     _symmetric_bytes += size

@@ -11,6 +11,9 @@ Two ways to spend memory, chosen by what fits or by communication.reshard_after_
 Gathered and reduced together is what a block holds, and beside the blocks the embedding and the head, each by itself; a
 weight that both share is gathered first and reduced last.
 
+Where gradients are whole and matmuls write them, they may be summed by exchange, and weights be gathered by copy
+engines (exchange.py): neither takes a multiprocessor from the matmuls beside it.
+
 With communication.shard_ranks below the number of ranks, weights are sharded among that many neighbours, and the groups
 hold copies: gathers and scatters stay within a group (a node, say), and only the owned part of the gradient is summed
 over the groups, on the last micro-step.
@@ -19,7 +22,7 @@ over the groups, on the last micro-step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +37,16 @@ from mfubench.flops import count_parameters
 from mfubench.model import Decoder
 from mfubench.model.decoder import Head
 from mfubench.model.weight_gradient import Linear, MainGradient
-from mfubench.train.fsdp_buffers import GatherBuffer, ScatterBuffer, take_over_copies
+from mfubench.train.buckets import ALIGNMENT, round_up
+from mfubench.train.exchange import symmetric_zeros
+from mfubench.train.fsdp_buffers import (
+    Arrivals,
+    GatherBuffer,
+    ScatterBuffer,
+    numel_sent,
+    padded_sizes,
+    take_over_copies,
+)
 from mfubench.train.parallel import Fragment, Piece
 from mfubench.train.process import Process
 
@@ -53,10 +65,12 @@ class FsdpEngine:
         gradient_accumulation_steps: int,
         keeps_weights: bool,
         communication: CommunicationConfig | None = None,
+        exchange: bool = False,
     ):
         """`model` is on the meta device, in float32; it is sharded, allocated and initialised here.
 
-        keeps_weights: whole, within a step (the function of that name).
+        keeps_weights: whole, within a step (the function of that name). exchange: for a run that keeps them, whose
+        matmuls accumulate, sharded among all ranks.
         """
         self.divisor = float(gradient_accumulation_steps)  # fully_shard itself averages over the ranks
         self.device = process.device
@@ -67,6 +81,8 @@ class FsdpEngine:
         kept = "kept within a step" if self.keeps_weights else "resharded after each use"
         self.description = f"gathered weights are {kept}, sharded among {ranks} ranks"
         mesh = make_mesh(process, ranks)
+        self.group = mesh.get_group(mesh.ndim - 1)
+        self.exchanges, self.gathered_ahead = exchange, communication.prefetch_blocks
         take_over_copies()
         # inputs are not cast: the RoPE tables stay float32, as under every other parallelism
         reduce_dtype = getattr(torch, communication.reduce_dtype)
@@ -85,8 +101,11 @@ class FsdpEngine:
         model.tie_weights()
         model.build_rope_tables()
         self.parameters = sharded_parameters(model)
+        self.shard_ranks = ranks
         self.gather_buffers: list[GatherBuffer] = []
         rounded = self.round_shards(dtype)
+        if exchange:
+            self.gather_by_copies(dtype)
         local = {name: parameter.detach().to_local() for name, parameter in self.parameters.items()}
         self.owned = [name for name in local if local[name].numel()]  # a rank may own no row of a small tensor
         self.pieces = [
@@ -94,9 +113,12 @@ class FsdpEngine:
             for name in self.owned
         ]
         self.fill(model.initial_parameters(process.device))
-        self.shard_ranks = ranks
         self.whole_gradients: dict[Any, Tensor] = {}  # FSDPParam -> float32, where matmuls accumulate
         self.summed: list[Tensor] = []  # those of them that fully_shard adds to, so that they begin with zeros
+        self.scatter_buffers: dict[FSDPModule, ScatterBuffer] = {}
+        self.received: Tensor | None = None  # of an exchange, by one module after the other
+        if exchange:
+            self.sum_by_exchange()
         self.overwrite = torch.ones((), dtype=torch.bool)  # first micro-step, for matmuls that accumulate
 
     @torch.no_grad()
@@ -111,12 +133,43 @@ class FsdpEngine:
     def round_shards(self, dtype: torch.dtype) -> dict[Tensor, Tensor]:
         """Parameter -> its shard as it is gathered; none where that is the float32 shard itself."""
         rounded: dict[Tensor, Tensor] = {}
-        for module in sharded_modules(self.root) if dtype != torch.float32 else ():
-            parameters = sharded_by(module)
-            buffer = GatherBuffer(parameters, dtype, self.device)
+        modules = [sharded_by(module) for module in sharded_modules(self.root)] if dtype != torch.float32 else []
+        memory = self.zeros([numel_sent(parameters) for parameters in modules], dtype)
+        for parameters, part in zip(modules, memory, strict=True):
+            buffer = GatherBuffer(parameters, part)
             self.gather_buffers.append(buffer)
             rounded.update(zip((parameter.sharded_param for parameter in parameters), buffer.shards, strict=True))
         return rounded
+
+    def zeros(self, numbers: Sequence[int], dtype: torch.dtype) -> Sequence[Tensor]:
+        """Zeros of their own, or one after the other in memory that the other ranks can write to."""
+        if not self.exchanges:
+            return [torch.zeros(number, dtype=dtype, device=self.device) for number in numbers]
+        places = [round_up(number, ALIGNMENT) for number in numbers]
+        memory = symmetric_zeros(sum(places), dtype, self.device, self.group)
+        return [part[:number] for part, number in zip(memory.split(places), numbers, strict=True)]
+
+    def gather_by_copies(self, dtype: torch.dtype) -> None:
+        """Let copy engines gather: modules of one size share a few slots, in which all ranks' shards arrive."""
+        by_size: dict[int, list[FSDPModule]] = {}
+        for module in sharded_modules(self.root):
+            by_size.setdefault(numel_sent(sharded_by(module)), []).append(module)
+        slots = [min(len(modules), 1 + self.gathered_ahead) for modules in by_size.values()]
+        numbers = [count * self.shard_ranks * sent for count, sent in zip(slots, by_size, strict=True)]
+        for count, modules, memory in zip(slots, by_size.values(), self.zeros(numbers, dtype), strict=True):
+            arrivals = Arrivals(memory, count)
+            for module in modules:
+                module.set_custom_all_gather(arrivals)  # type: ignore[arg-type]  # its base class is in a private module
+
+    def sum_by_exchange(self) -> None:
+        """Make all modules' buffers of whole gradients where the other ranks can write, and what they receive."""
+        modules = list(sharded_modules(self.root))
+        numbers = [sum(padded_sizes(shapes_of(module), self.shard_ranks)) for module in modules]
+        self.received, *memory = self.zeros([max(numbers), *numbers], torch.float32)
+        for module, part in zip(modules, memory, strict=True):
+            self.scatter_from(module, part)
+            if self.divisor > 1:  # fully_shard adds up what no matmul does
+                self.keep_whole(module)
 
     def accumulate_in_matmul(self, layer: Linear, name: str, tied: bool = False) -> None:
         """Let a layer's backward pass add its weight's gradient to a whole one in float32, which is reduced at the end.
@@ -126,21 +179,27 @@ class FsdpEngine:
         """
         module, sharded = sharded_weight(self.root, layer)
         if sharded not in self.whole_gradients:
-            self.make_scatter_buffer(module)
+            self.keep_whole(module)
         total = self.whole_gradients[sharded]
         ticket = torch.empty(0, device=total.device, requires_grad=True)
         ticket.register_post_accumulate_grad_hook(forget_gradient)
         layer.main = MainGradient(total, self.overwrite, ticket)
         self.summed = [gradient for gradient in self.summed if gradient is not total]
 
-    def make_scatter_buffer(self, module: FSDPModule) -> None:
-        """Whole float32 gradients, where they are reduced, for all parameters that `module` reduces together."""
-        parameters = sharded_by(module)
-        shapes = [parameter.sharded_param.shape for parameter in parameters]
-        buffer = ScatterBuffer(shapes, self.shard_ranks, self.device)
+    def scatter_from(self, module: FSDPModule, memory: Tensor) -> None:
+        """Let `module` reduce its gradients from a ScatterBuffer in `memory`."""
+        buffer = ScatterBuffer(shapes_of(module), self.shard_ranks, memory, self.received)
         module.set_custom_reduce_scatter(buffer)  # type: ignore[arg-type]  # its base class is in a private module
-        self.whole_gradients.update(zip(parameters, buffer.gradients, strict=True))
-        self.summed += buffer.gradients
+        self.scatter_buffers[module] = buffer
+
+    def keep_whole(self, module: FSDPModule) -> None:
+        """Whole float32 gradients, where they are reduced, for all parameters that `module` reduces together."""
+        if module not in self.scatter_buffers:
+            numel = sum(padded_sizes(shapes_of(module), self.shard_ranks))
+            self.scatter_from(module, torch.zeros(numel, device=self.device))
+        gradients = self.scatter_buffers[module].gradients
+        self.whole_gradients.update(zip(sharded_by(module), gradients, strict=True))
+        self.summed += gradients
 
     def begin_micro_step(self, first: bool, last: bool) -> None:
         self.overwrite.fill_(first)
@@ -278,6 +337,11 @@ def sharded_by(module: FSDPModule) -> list[Any]:
     """fully_shard's own objects (FSDPParam) for what `module` gathers and reduces."""
     group = module._get_fsdp_state()._fsdp_param_group
     return group.fsdp_params if group is not None else []
+
+
+def shapes_of(module: FSDPModule) -> list[torch.Size]:
+    """Of the whole parameters that `module` gathers and reduces."""
+    return [parameter.sharded_param.shape for parameter in sharded_by(module)]
 
 
 def sharded_weight(root: FSDPModule, layer: Linear) -> tuple[FSDPModule, Any]:

@@ -9,6 +9,9 @@ element of a shard and 6 or 8 of a whole gradient, in kernels that reach half th
 holds whole float32 gradients, which matmuls write, one after the other; NCCL scatters each by itself, all of them in
 one launch. fully_shard's own two copies are operators of torch's, which `take_over_copies` replaces in this process:
 what is in its place already stays there.
+
+Both may lie in memory that the other cards can write to (`symmetric_zeros`). Weights are then gathered by the cards'
+copy engines into `Arrivals`, and gradients summed by exchange, as under ddp and zero1 (exchange.py says why).
 """
 
 from __future__ import annotations
@@ -47,11 +50,13 @@ def take_over_copies() -> None:
 class GatherBuffer:
     """This rank's shards of what one module gathers, in the dtype of its weights, in the order of its parameters."""
 
-    def __init__(self, parameters: Sequence[Any], dtype: torch.dtype, device: torch.device):
-        """parameters: fully_shard's own objects (FSDPParam), which from now on are gathered from here."""
+    def __init__(self, parameters: Sequence[Any], buffer: Tensor):
+        """parameters: fully_shard's own objects (FSDPParam), which from now on are gathered from `buffer`
+        [`numel_sent` of them].
+        """
         sizes = [parameter.padded_sharded_param_size for parameter in parameters]
         numbers = [math.prod(size) for size in sizes]
-        self.buffer = torch.zeros(sum(numbers), dtype=dtype, device=device)
+        self.buffer = buffer
         self.shards: list[Tensor] = []  # without rows of padding
         for parameter, size, part in zip(parameters, sizes, self.buffer.split(numbers), strict=True):
             local = parameter.sharded_param._local_tensor
@@ -59,6 +64,35 @@ class GatherBuffer:
             local.fsdp_post_all_gather = taking_as_it_is
             self.shards.append(part[: local.numel()].view(local.shape))
         gather_buffers[self.buffer.data_ptr()] = self
+
+
+def numel_sent(parameters: Sequence[Any]) -> int:
+    """Elements that a rank sends of what one module gathers."""
+    return sum(math.prod(parameter.padded_sharded_param_size) for parameter in parameters)
+
+
+class Arrivals:
+    """Where copy engines put what modules of one size gather, for `FSDPModule.set_custom_all_gather`.
+
+    fully_shard copies weights from there to where they are used, and lets a gather begin once those of the one before
+    the last are copied; `slots` is therefore two, and one more for each further module that is gathered ahead.
+    """
+
+    def __init__(self, memory: Tensor, slots: int):
+        """memory: [slots * what all ranks send], writable by the other ranks."""
+        self.slots = memory.chunk(slots)
+        self.count = 0
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        slot = self.slots[self.count % len(self.slots)]
+        self.count += 1
+        assert math.prod(size) <= slot.numel() and dtype == slot.dtype
+        return slot[: math.prod(size)]
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 def handing_over(shard: Tensor) -> Callable[..., Any]:
@@ -102,11 +136,15 @@ class ScatterBuffer:
     For `FSDPModule.set_custom_reduce_scatter`: `allocate` and the call are what fully_shard asks of a communication.
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], ranks: int, device: torch.device):
-        """shapes: of the whole parameters, which are sharded by rows."""
+    def __init__(self, shapes: Sequence[torch.Size], ranks: int, buffer: Tensor, received: Tensor | None = None):
+        """shapes: of the whole parameters, which are sharded by rows; buffer: zeros, `numel_scattered` of them.
+
+        received: as large as the buffer or larger, writable by the other ranks as the buffer is: what one module after
+        the other receives of an exchange. None: NCCL adds up.
+        """
         self.ranks = ranks
-        self.sizes = [rows_a_rank(shape, ranks) * ranks * math.prod(shape[1:]) for shape in shapes]
-        self.buffer = torch.zeros(sum(self.sizes), dtype=torch.float32, device=device)
+        self.sizes = padded_sizes(shapes, ranks)
+        self.buffer, self.received = buffer, received
         parts = self.buffer.split(self.sizes)
         # .data: a version counter of its own, or autograd would take every other gradient for a change of this one
         self.gradients = [part[: shape.numel()].view(shape).data for part, shape in zip(parts, shapes, strict=True)]
@@ -123,10 +161,27 @@ class ScatterBuffer:
         """Each gradient's rows to their ranks, in `output_tensor` one after the other as well."""
         assert input_tensor.data_ptr() == self.buffer.data_ptr() and not async_op
         received = output_tensor.split([size // self.ranks for size in self.sizes])
+        if self.received is not None:
+            self.exchange(received, self.received[: self.buffer.numel()], group, op)
+            return
         together = dist._coalescing_manager(group) if input_tensor.is_cuda else nullcontext()
         with together:
             for own, whole in zip(received, self.buffer.split(self.sizes), strict=True):
                 dist.reduce_scatter_tensor(own, whole, op=op, group=group)
+
+    def exchange(self, sums: Sequence[Tensor], received: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """Every rank's rows of each gradient arrive in `received` and are added up in `sums`."""
+        add = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.AVG: torch.mean}[op]
+        parts = list(zip(received.split(self.sizes), self.buffer.split(self.sizes), strict=True))
+        for part, whole in parts:
+            dist.all_to_all_single(part, whole, group=group)
+        for own, (part, _) in zip(sums, parts, strict=True):
+            add(part.view(self.ranks, -1), dim=0, out=own)
+
+
+def padded_sizes(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
+    """Elements of whole parameters with as many rows as the ranks share evenly."""
+    return [rows_a_rank(shape, ranks) * ranks * math.prod(shape[1:]) for shape in shapes]
 
 
 def rows_a_rank(shape: torch.Size, ranks: int) -> int:

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from mfubench.config import ConfigError, RunConfig
+from mfubench.decisions import may_exchange
 from mfubench.run_log import write_text_atomically
-from mfubench.train.exchange import may_exchange, take_no_thread_blocks
+from mfubench.train.exchange import take_no_thread_blocks
 
 
 @dataclass(frozen=True)

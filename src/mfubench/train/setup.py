@@ -109,6 +109,7 @@ def build_engine(config: RunConfig, resolved: Resolved, process: Process) -> tup
             gradient_accumulation_steps=accumulation,
             keeps_weights=keeps_weights(config, resolved.dtype, process.device),
             communication=config.communication,
+            exchange=resolved.used["reduction"].used == "exchange",
         )
         resolved.used["parallelism"].reason = engine.description
     else:
