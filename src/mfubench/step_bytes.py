@@ -169,7 +169,7 @@ def accumulating_weights(config: RunConfig) -> int:
 def optimizer_bytes(config: RunConfig) -> float:
     """Bytes a step of clipping, AdamW and writing the compute weights, on one rank."""
     owners = {"zero1": config.world_size, "fsdp": shard_ranks(config)}.get(config.parallelism, 1)
-    norm = 4  # read every gradient
+    norm = 4 / (config.world_size if config.parallelism == "ddp" else 1)  # read every gradient, or a part of each
     adamw = 4 * 8  # read and write gradient (scaled in place), master, both moments
     publish = 0 if config.dtype == "float32" else 4 + ELEMENT_BYTES[config.dtype]
     if config.kernels.adamw == "fused":

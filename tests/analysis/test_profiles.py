@@ -371,6 +371,6 @@ def test_a_profile_that_was_not_to_be_had_is_told(changed_study: Path):
 
 def test_the_section_names_ranks_streams_and_the_trace(gpu_study: Path):
     words = words_of(gpu_study)
-    assert "Rank 1 comes last to the collectives; rank 0 waits longest for it" in words
+    assert "Rank 1 comes last to them; rank 0 waits longest for it" in words
     assert "hidden behind compute" in words and "traces/tiers/tier3.json.gz" in words
     assert "Matmuls: " in words and "backward" in words

@@ -117,7 +117,7 @@ def test_copies_to_other_cards_are_communication_that_waits_for_nobody():
     assert (parts["matmul"], parts["communication"]) == (100, 50)
     found = break_down_rank(cut(kineto))
     assert found.hidden_communication_s == pytest.approx(50e-6)
-    assert found.collectives_s == []
+    assert (found.collectives_s, found.copies_s) == ([], pytest.approx(100e-6))
 
 
 def test_a_replayed_graph_has_one_launch_for_all_its_kernels():
@@ -166,6 +166,24 @@ def test_the_rank_that_the_others_wait_for_is_named():
     assert [round((rank.waiting_s or 0) * 1e6) for rank in found.ranks] == [150, 0]
     assert found.slowest.rank == 1
     assert found.slowest.parts["communication"] == pytest.approx(50e-6)
+
+
+def test_the_rank_that_exchanges_wait_for_is_named():
+    """Nothing runs on the first rank while the second one computes; both copy at the same time."""
+
+    def rank_step(rank: int, matmul: float) -> CutStep:
+        kineto = Kineto()
+        kineto.step(0, 90)
+        kineto.launch(GEMM, 10, 100, 100 + matmul)
+        kineto.launch("Memcpy PtoP (Device -> Device)", 20, 260, 400, COPIES, cat="gpu_memcpy")
+        kineto.launch(ADAM, 30, 400, 500)
+        return cut(kineto, rank)
+
+    found = break_down(make_trace("scaling/two", [rank_step(0, 100), rank_step(1, 150)]))
+    assert found is not None
+    assert [round((rank.waiting_s or 0) * 1e6) for rank in found.ranks] == [50, 0]
+    assert found.slowest.rank == 1
+    assert found.slowest.copies_s == pytest.approx(140e-6)
 
 
 def test_ranks_that_did_not_do_the_same_collectives_are_not_compared():

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from mfubench.profiling.categories import CATEGORIES, COMMUNICATION, COPY, DATA, HOST, MATMUL, QUEUE
+from mfubench.profiling.categories import BETWEEN_CARDS, CATEGORIES, COMMUNICATION, COPY, DATA, HOST, MATMUL, QUEUE
 from mfubench.profiling.chrome_trace import DATA_MARK, HOST_WORK, CutStep, end_of
 from mfubench.profiling.slices import Slice, Span, device_slices, is_collective, operator_slices, overlap
 from mfubench.profiling.trace_file import Trace
@@ -51,7 +51,8 @@ class RankBreakdown:
     kernels: list[KernelTotal]
     matmuls: list[MatmulTotal]
     collectives_s: list[float]  # kernel times in launch order
-    waiting_s: float | None = None  # inside collectives for the last rank to arrive; None: it cannot be told
+    copies_s: float = 0.0  # to other cards; they begin when all ranks are ready
+    waiting_s: float | None = None  # for the last rank to arrive, in collectives or before copies; None: who knows
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def break_down_rank(step: CutStep) -> RankBreakdown:
         kernels=kernel_totals(inside),
         matmuls=matmul_totals(inside),
         collectives_s=[(p.end - p.start) / 1e6 for p in in_launch_order(inside) if is_collective(p)],
+        copies_s=sum(p.end - p.start for p in inside if p.name.startswith(BETWEEN_CARDS)) / 1e6,
     )
 
 
@@ -203,14 +205,19 @@ def matmul_totals(slices: list[Slice]) -> list[MatmulTotal]:
 
 
 def with_waits(ranks: list[RankBreakdown]) -> list[RankBreakdown]:
-    """Note how long each rank waited inside collectives.
+    """Note how long each rank waited for others.
 
     A collective ends on all ranks at once and begins when the last one comes: what a rank's takes longer than the
-    shortest is its wait. Clocks of several machines need not agree for that.
+    shortest is its wait. Before copies to other cards a rank waits with nothing running: what it has of gaps, though
+    the next kernel was launched, beyond the rank that has least. Clocks of several machines need not agree for that.
     """
     counts = {len(rank.collectives_s) for rank in ranks}
-    if len(ranks) < 2 or len(counts) > 1 or counts == {0}:
+    copies = all(rank.copies_s > 0 for rank in ranks)
+    if len(ranks) < 2 or len(counts) > 1 or (counts == {0} and not copies):
         return ranks
     shortest = [min(times) for times in zip(*(rank.collectives_s for rank in ranks), strict=True)]
     waits = [sum(rank.collectives_s) - sum(shortest) for rank in ranks]
+    if copies:
+        least = min(rank.parts[QUEUE] for rank in ranks)
+        waits = [wait + rank.parts[QUEUE] - least for wait, rank in zip(waits, ranks, strict=True)]
     return [RankBreakdown(**{**rank.__dict__, "waiting_s": wait}) for rank, wait in zip(ranks, waits, strict=True)]

@@ -228,6 +228,9 @@ class FsdpEngine:
             gradients.append(gradient.to_local())
         return gradients
 
+    def normed(self) -> list[Tensor]:
+        return self.gradients()
+
     @torch.no_grad()
     def publish(self, rounded: bool = False) -> None:
         """Masters -> rounded shards, which the next forward pass gathers; rounded: the optimizer has done so."""

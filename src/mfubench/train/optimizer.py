@@ -86,7 +86,7 @@ class Optimizer:
         """
         gradients = self.engine.gradients()
         divisor = self.scale * self.engine.divisor
-        grad_norm = self.global_norm(gradients) / divisor
+        grad_norm = self.global_norm() / divisor
         if self.config.grad_clip > 0:
             self.clip.copy_((self.config.grad_clip / (grad_norm + 1e-6)).clamp(max=1.0))
         found_inf = (~grad_norm.isfinite()).float() if self.scales_loss else None
@@ -129,9 +129,9 @@ class Optimizer:
             found_inf=found_inf,
         )
 
-    def global_norm(self, gradients: list[Tensor]) -> Tensor:
-        """2-norm of the accumulated gradient over all parameters, wherever their pieces are."""
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if self.engine.sharded:
+    def global_norm(self) -> Tensor:
+        """2-norm of the accumulated gradient over all parameters, of which each rank reads its part alone."""
+        norm = torch.nn.utils.get_total_norm(self.engine.normed())
+        if self.process.world_size > 1:
             norm = (self.process.sum_(norm.square()) / self.engine.copies).sqrt()
         return norm

@@ -62,6 +62,7 @@ class Engine(Protocol):
     def begin_micro_step(self, first: bool, last: bool) -> None: ...
     def finish_backward(self) -> None: ...
     def gradients(self) -> list[Tensor]: ...
+    def normed(self) -> list[Tensor]: ...  # what this rank adds to the norm of all gradients
     def publish(self, rounded: bool = False) -> None: ...
     def settle(self) -> None: ...  # collective: after it the weights are whole on every rank
 
@@ -240,7 +241,7 @@ class FlatEngine:
             self.sent += 1
 
     def part_of(self, bucket: Bucket) -> Tensor:
-        """This rank's part of a bucket's gradients, in ddp too."""
+        """One rank's share of a bucket's gradients, whether it owns that alone or not."""
         size = (bucket.end - bucket.start) // self.process.world_size
         return self.gradient[bucket.start + self.process.rank * size :][:size]
 
@@ -273,6 +274,10 @@ class FlatEngine:
         """The main gradients of `pieces`, in the same order."""
         ranges = [self.owned_range(bucket) for bucket in self.buckets]
         return [self.gradient[start:end] for start, end in ranges]
+
+    def normed(self) -> list[Tensor]:
+        """The main gradients of which this rank takes the norm: its part of each bucket, in ddp too."""
+        return [self.part_of(bucket) for bucket in self.buckets]
 
     @torch.no_grad()
     def publish(self, rounded: bool = False) -> None:

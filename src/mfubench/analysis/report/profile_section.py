@@ -189,7 +189,8 @@ def how_taken(found: Findings, profiled: Profiled) -> str:
 def communication_words(profiled: Profiled) -> str:
     rank = profiled.rank
     words = (
-        f"Collectives ran for {format_milliseconds(sum(rank.collectives_s))}, "
+        f"{'Copies between cards and collectives' if rank.copies_s else 'Collectives'} ran for "
+        f"{format_milliseconds(sum(rank.collectives_s) + rank.copies_s)}, "
         f"{format_milliseconds(rank.hidden_communication_s)} of it hidden behind compute"
     )
     if profiled.ideals.collectives_s is not None:
@@ -198,7 +199,7 @@ def communication_words(profiled: Profiled) -> str:
     if len(waits) > 1:
         longest = max(waits, key=lambda other: other.waiting_s or 0.0)
         words += (
-            f". Rank {rank.rank} comes last to the collectives; rank {longest.rank} waits longest for it, "
+            f". Rank {rank.rank} comes last to them; rank {longest.rank} waits longest for it, "
             f"{format_milliseconds(longest.waiting_s or 0.0)} a step"
         )
     return words + "."
