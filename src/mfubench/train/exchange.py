@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 NO_THREAD_BLOCK = "2"  # a value of NCCL_CTA_POLICY
 OLDEST_NCCL = (2, 28)
-_symmetric_bytes = 0
+_symmetric: list[
+    Tensor
+] = []  # kept to the end: NCCL goes on to know memory that is freed, and would find it in new one
 
 
 def take_no_thread_blocks() -> None:
@@ -74,8 +76,7 @@ def symmetric_zeros(
     numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """[numel] zeros that, on CUDA, the cards of `group` (of all ranks) can write to. Collective; not of torch's
-    allocator. Only communication within that group finds it."""
-    global _symmetric_bytes
+    allocator, and not freed before the process ends. Only communication within that group finds it."""
     if device.type != "cuda":
         return torch.zeros(numel, dtype=dtype, device=device)
     import torch.distributed._symmetric_memory as symmetric
@@ -90,13 +91,13 @@ def symmetric_zeros(
     group = group or dist.group.WORLD
     assert group is not None
     symmetric.rendezvous(tensor, group)
-    _symmetric_bytes += size
+    _symmetric.append(tensor)
     return tensor.zero_()
 
 
 def symmetric_bytes() -> int:
     """Device memory of this process that torch's allocator does not count."""
-    return _symmetric_bytes
+    return sum(tensor.nbytes for tensor in _symmetric)
 
 
 class Exchange:
