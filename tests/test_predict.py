@@ -492,6 +492,21 @@ def test_shipped_studies_calibrate_by_themselves(tmp_path):
 def test_pages_say_where_nothing_was_measured():
     assert "uncalibrated" in prediction_pages.measured_table()
     assert "No measured memory limit" in prediction_pages.limit_table()
+    assert prediction_pages.eight_table() == "No measured study ships yet."
+
+
+def test_what_several_cards_measured_stands_beside_what_eight_will_do():
+    for gpus, step_time_s in ((1, 1.0), (2, 1.25), (4, 1.5)):
+        parallelism = "none" if gpus == 1 else "ddp"
+        config = make_run_config(world_size=gpus, parallelism=parallelism, kernels={"norm": "fused"})
+        log = make_run_log(gpu_name="NVIDIA H200", step_time_s=step_time_s, config=config)
+        log.used["norm"] = Choice(requested="fused", used="fused")
+        write_run_log(measured_runs.REFERENCE / "h200" / f"{gpus}.json", log)
+    row = prediction_pages.eight_table().splitlines()[-1].split(" | ")
+    tokens = config.tokens_per_step / 4
+    measured = [float(cell.replace(",", "")) for cell in row[4:7]]
+    assert measured == pytest.approx([tokens / seconds for seconds in (1.0, 1.25, 1.5)], rel=0.01)
+    assert row[2] == "ddp" and "±" in row[7]
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

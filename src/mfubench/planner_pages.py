@@ -20,6 +20,7 @@ from mfubench.planner_figures import draw_isoflops, draw_loss_surface, scientifi
 from mfubench.planner_machine import Machine
 from mfubench.planner_search import search
 from mfubench.prediction_pages import (
+    eight_table,
     expectation_table,
     limit_table,
     measured_table,
@@ -200,6 +201,7 @@ PAGES: Mapping[str, Mapping[str, Callable[[], str]]] = {
         "peaks": peak_table,
         "limits": limit_table,
         "scaling": scaling_table,
+        "eight": eight_table,
         "readings": reading_table,
         "profile": profile_table,
         "reported": reported_table,

@@ -12,7 +12,7 @@ from mfubench.analysis.expectations import Expectation, Expectations, load_expec
 from mfubench.calibration import fit_factors, fit_memory, predicted_seconds, shipped_calibration
 from mfubench.config import KernelsConfig
 from mfubench.flops import flop_terms, flops_per_token, mfu
-from mfubench.hardware import peak_for
+from mfubench.hardware import find_gpu, peak_for
 from mfubench.memory import estimate_memory, largest_micro_batch
 from mfubench.predict import Prediction, check_predictions, format_checks, plan_run, predict
 from mfubench.presets import load_model
@@ -238,6 +238,54 @@ def scaling_table() -> str:
             first = f"{alone:,.0f} ± {100 * predicted[0].error_fraction:.0f} %"
             lines.append(f"| {parallelism} | {accumulation} | {first} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def eight_table() -> str:
+    """Shipped runs with own kernels on one H200 and on several, and what they say of eight; tokens/s a GPU.
+
+    A series is one model, batch and parallelism; its prediction takes the settings of the run on most cards.
+    """
+    folders = [measured_runs.REFERENCE]
+    if not measured_runs.REFERENCE.is_dir() or not measured_runs.hold_runs(folders):
+        return "No measured study ships yet."
+    observations = [
+        one
+        for one in measured_runs.observe(measured_runs.read_runs(folders), measured_runs.read_all_ceilings(folders))
+        if one.gpu == find_gpu(H200).key and one.config.kernels != KernelsConfig()
+    ]
+    series: dict[tuple[Any, ...], list[measured_runs.Observation]] = {}
+    for one in observations:
+        if one.config.world_size > 1:
+            series.setdefault((*work_of(one), one.config.parallelism, one.config.communication.reduction), []).append(
+                one
+            )
+    header = [f"{count} measured" for count in SCALING_GPUS[:-1]] + [f"{SCALING_GPUS[-1]} predicted"]
+    lines = [
+        f"| model | micro-batch x accumulation | parallelism | summed by | {' | '.join(header)} |",
+        "|---|---|---|---|" + "---|" * len(header),
+    ]
+    for (model, micro_batch, accumulation, parallelism, reduction), several in sorted(series.items()):
+        alone = [one for one in observations if one.config.world_size == 1 and work_of(one) == work_of(several[0])]
+        cells = [rates_on(count, alone + several) for count in SCALING_GPUS[:-1]]
+        largest = max(several, key=lambda one: one.config.world_size).config
+        config = largest.model_copy(update={"world_size": SCALING_GPUS[-1]})
+        predicted = predict(config, H200, calibration=shipped_calibration())
+        cells.append(f"{predicted.tokens_per_s_per_gpu:,.0f} ± {100 * predicted.error_fraction:.0f} %")
+        batch_words = f"{micro_batch} x {accumulation}"
+        lines.append(f"| {model} | {batch_words} | {parallelism} | {reduction} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def work_of(one: measured_runs.Observation) -> tuple[str, int, int]:
+    """Model and batch."""
+    return one.config.model.name, one.config.micro_batch_size, one.config.gradient_accumulation_steps
+
+
+def rates_on(count: int, observations: Sequence[measured_runs.Observation]) -> str:
+    """Tokens/s a GPU of the runs on so many cards, in words."""
+    of_count = [one for one in observations if one.config.world_size == count]
+    rates = sorted(one.config.tokens_per_step / count / one.step_s for one in of_count)
+    return " to ".join(f"{rate:,.0f}" for rate in dict.fromkeys([*rates[:1], *rates[-1:]])) or "–"
 
 
 def reading_table() -> str:
