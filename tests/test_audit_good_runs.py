@@ -17,7 +17,7 @@ from mfubench.ceilings import Ceilings
 from mfubench.config import ConfigError, EvaluationConfig
 from mfubench.flops import executed_flops_per_token, flop_terms, flops_per_token
 from mfubench.measured_runs import REFERENCE
-from mfubench.run_log import Resume, RunLog, write_json, write_run_log
+from mfubench.run_log import Choice, Resume, RunLog, write_json, write_run_log
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
 quick = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -235,6 +235,19 @@ def test_weak_scaling_compares_like_with_like() -> None:
     assert len(report.weak_scaling) == 1
     assert report.weak_scaling[0]["from"] == "scaling/one" and report.weak_scaling[0]["to"] == "scaling/four"
     assert report.weak_scaling_efficiency == pytest.approx(0.9, abs=0.002)
+
+
+def test_one_process_is_compared_with_each_parallelism_by_itself() -> None:
+    one = make_run_log(name="scaling/one")
+    one.used["reduction"] = Choice(requested="auto", used="collective")
+    step_time_s = one.measured_steps()[0].step_time_s
+    logs = [one]
+    for parallelism, slower, reduction in (("ddp", 0.8, "exchange"), ("fsdp", 0.5, "collective")):
+        more = {"world_size": 4, "parallelism": parallelism, "step_time_s": step_time_s / slower}
+        logs.append(make_run_log(name=f"scaling/{parallelism}", **more))
+        logs[-1].used["reduction"] = Choice(requested="auto", used=reduction)
+    found = {series["to"]: series["efficiency"] for series in audit_logs(logs).weak_scaling}
+    assert found == {"scaling/ddp": pytest.approx(0.8, rel=0.01), "scaling/fsdp": pytest.approx(0.5, rel=0.01)}
 
 
 def test_weak_scaling_of_busy_or_impossible_runs_is_objected_to() -> None:

@@ -180,8 +180,22 @@ def test_an_exchange_takes_less_from_the_backward_pass_and_memory_for_its_bucket
     assert auto.terms_s == exchange.terms_s and auto.config.communication.reduction == "exchange"
     over_pcie = on("NVIDIA A10", "auto")
     assert over_pcie.config.communication.reduction == "collective"
-    several = run_on(world_size=16, nnodes=2, parallelism=parallelism)
-    assert several.config.communication.reduction == "collective"
+    for reduction in ("auto", "exchange"):
+        several = run_on(world_size=16, nnodes=2, parallelism=parallelism, communication={"reduction": reduction})
+        assert several.config.communication.reduction == "collective"
+
+
+def test_fsdp_is_predicted_by_exchange_where_it_was_asked_for_and_has_whole_gradients():
+    asked = {"world_size": 4, "parallelism": "fsdp", "communication": {"reduction": "exchange"}}
+    accumulate = {"kernels": {"weight_gradient": "accumulate"}}
+    collective = {"communication": {"reduction": "collective"}}
+    resharded = {"communication": {"reduction": "exchange", "reshard_after_forward": "always"}}
+    exchange = run_on(**asked, **accumulate)
+    assert exchange.config.communication.reduction == "exchange"
+    assert exchange.terms_s["communication"] < run_on(**asked | collective, **accumulate).terms_s["communication"]
+    for change in ({}, accumulate | resharded):
+        assert run_on(**asked | change).config.communication.reduction == "collective"
+    assert run_on(**asked | accumulate | {"communication": {}}).config.communication.reduction == "collective"
 
 
 def test_slower_links_cost_more():

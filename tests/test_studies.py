@@ -11,7 +11,7 @@ from mfubench.analysis.expectations import load_expectations
 from mfubench.analysis.study import base_name
 from mfubench.experiments import Study, expand_study, resolve_extends
 from mfubench.memory import MemoryFit, estimate_memory
-from mfubench.resolved_settings import resolve_loss
+from mfubench.resolved_settings import resolve_loss, resolve_reduction
 
 FOLDER = Path(__file__).parents[1] / "config" / "studies"
 STUDIES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
@@ -176,7 +176,7 @@ def card_of(name):
 def test_every_run_fits_the_card_that_the_study_is_for(name):
     capacity = FREE_GIB[card_of(name)]
     totals = {
-        case: estimate_memory(resolve_loss(run), capacity, fit=CAUTIOUS).total_gib
+        case: estimate_memory(resolve_reduction(resolve_loss(run), capacity), capacity, fit=CAUTIOUS).total_gib
         for case, run in load_study(name).runs.items()
     }
     too_large = {case: f"{total:.1f} GiB" for case, total in totals.items() if total > USABLE_FRACTION * capacity}

@@ -153,8 +153,9 @@ class CommunicationConfig(Strict):
     )
     reduction: Literal["auto", "collective", "exchange"] = Field(
         "auto",
-        description="ddp, zero1: gradients are summed by a collective that adds, or by exchange: copies that take no "
-        "multiprocessor from the matmuls, and a short sum on each rank; auto: by exchange between GPUs that can",
+        description="gradients are summed by a collective that adds, or by exchange: copies that take no "
+        "multiprocessor from the matmuls, and a short sum on each rank; auto: by exchange between GPUs that can, but "
+        "for fsdp",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of gradients on their way")
     overlap_gather: bool = Field(

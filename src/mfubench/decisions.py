@@ -19,7 +19,7 @@ CHUNK_BYTES = 2**31
 # gradient, which has no padding, as many rows make one product.
 ROW_MULTIPLE = 64
 EXCHANGES_BY_ITSELF = ("ddp", "zero1")  # what `auto` takes an exchange for: measured to be faster
-WITHOUT_WHOLE_GRADIENTS = "fsdp sums by exchange what matmuls have written whole (kernels.weight_gradient: accumulate)"
+WITHOUT_WHOLE_GRADIENTS = "fsdp sums by exchange what matmuls have written whole, and none have"
 EXCHANGE_SLOTS = 2  # buckets whose parts an exchange keeps: while those of one are added up, the next one's arrive
 
 

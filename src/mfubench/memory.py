@@ -60,7 +60,7 @@ class MemoryEstimate:
 
     @property
     def allocated_gib(self) -> float:
-        """Tensors: what the CUDA allocator reports as its peak, but for workspaces."""
+        """Tensors: what a run records as allocated at its peak, but for workspaces."""
         return self.weights + self.masters + self.moments + self.gradients + self.activations + self.logits
 
     @property
@@ -142,8 +142,9 @@ def fsdp_state_bytes(config: RunConfig, model: ModelConfig, capacity_gib: float,
     exchanges = config.communication.reduction == "exchange"
     tied = model.tie_word_embeddings
     held = 0 if several else block if tied else counts.lm_head
-    if exchanges:  # what arrives has a place of its own: of two blocks, of embedding and head
-        held = 2 * block + counts.token_embedding + (0 if tied else counts.lm_head)
+    if exchanges:  # what arrives has a place of its own: of a block and those ahead of it, of embedding and head
+        ahead = config.communication.prefetch_blocks
+        held = (1 + ahead) * block + counts.token_embedding + (0 if tied else counts.lm_head)
     gathered = np.where(keeps, parameters + held, 2 * np.maximum(block, counts.lm_head))
     if several or exchanges:
         whole = parameters

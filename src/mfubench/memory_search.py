@@ -91,7 +91,7 @@ def describe_trial(log: RunLog) -> Trial:
 
 
 def peak_memory_gib(log: RunLog) -> float | None:
-    """Memory that the fullest rank needed: what the CUDA allocator reserved, or the resident set on a CPU."""
+    """Memory that the fullest rank needed: what was reserved on its card, or the resident set on a CPU."""
     peaks = [memory.peak_reserved_gib or memory.peak_rss_gib for memory in log.memory]
     return max(peaks, default=None)
 

@@ -6,7 +6,7 @@ import math
 
 from mfubench.card_rates import Rates, generation, is_pcie
 from mfubench.config import ModelConfig, RunConfig
-from mfubench.decisions import LARGE_VOCABULARY, fsdp_without_sum, may_exchange
+from mfubench.decisions import LARGE_VOCABULARY, fsdp_without_sum, may_exchange, no_exchange
 from mfubench.flops import count_parameters
 from mfubench.hardware import find_gpu
 from mfubench.memory import activation_kernel
@@ -31,21 +31,27 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
     card = find_gpu(rates.gpu)
     if generation(card) != "hopper":
         config = without_matmuls(config)
-    if is_pcie(card):  # over which cards often cannot write to each other
+    if is_pcie(card) and config.communication.reduction == "auto":
         config = with_reduction(config, "collective")
     return resolve_auto(config, rates.memory_gib)
 
 
 def resolve_auto(config: RunConfig, capacity_gib: float = math.inf) -> RunConfig:
     """Own kernels, loss and reduction of `auto` as on a GPU that runs all; attention aside, which depends on it."""
-    config = with_reduction(config, "exchange" if may_exchange(config) else "collective")
-    return resolve_loss(resolve_kernels(config, capacity_gib))
+    return resolve_reduction(resolve_loss(resolve_kernels(config, capacity_gib)), capacity_gib)
 
 
-def with_reduction(config: RunConfig, of_auto: str) -> RunConfig:
-    if config.communication.reduction != "auto":
-        return config
-    return config.model_copy(update={"communication": config.communication.model_copy(update={"reduction": of_auto})})
+def resolve_reduction(config: RunConfig, capacity_gib: float) -> RunConfig:
+    """`communication.reduction` replaced by what runs, as between GPUs that can exchange."""
+    parameters = count_parameters(config.model).total
+    whole = config.parallelism != "fsdp" or fsdp_without_sum(config, parameters, capacity_gib) is None
+    possible = whole and no_exchange(config) is None
+    return with_reduction(config, "exchange" if possible and may_exchange(config) else "collective")
+
+
+def with_reduction(config: RunConfig, reduction: str) -> RunConfig:
+    communication = config.communication.model_copy(update={"reduction": reduction})
+    return config.model_copy(update={"communication": communication})
 
 
 def resolve_kernels(config: RunConfig, capacity_gib: float) -> RunConfig:

@@ -153,7 +153,7 @@ class RankMemory(Record):
     """Peaks of one rank over the whole run."""
 
     rank: Count
-    peak_allocated_gib: Size | None = None  # CUDA allocator; null on a CPU
+    peak_allocated_gib: Size | None = None  # of torch's CUDA allocator and symmetric memory beside it; null on a CPU
     peak_reserved_gib: Size | None = None
     peak_rss_gib: Size
     allocator_retries: Count | None = None

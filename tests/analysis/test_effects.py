@@ -117,6 +117,20 @@ def test_arms_with_other_names_and_the_same_kernels_are_no_contrast(found: Findi
     assert effect.verdict == "no contrast" and "same attention kernels" in effect.reason
 
 
+def test_how_gradients_are_summed_follows_from_the_parallelism():
+    def log(parallelism: str, used: str | None, asked: str = "auto") -> RunLog:
+        made = make_run_log(world_size=4, parallelism=parallelism, communication={"reduction": asked})
+        if used is not None:
+            made.used["reduction"] = Choice(requested=asked, used=used)
+        return made
+
+    exchange, sharded = log("ddp", "exchange"), log("fsdp", "collective")
+    assert differing_settings(exchange, sharded) == {"parallelism": ("ddp", "fsdp")}
+    by_itself = {"communication.reduction": ("collective", "exchange")}
+    assert differing_settings(log("ddp", "collective", "collective"), exchange) == by_itself
+    assert differing_settings(log("ddp", None), exchange) == by_itself  # of a run before there was a choice
+
+
 def test_two_settings_at_once_are_not_clean(found: Findings):
     control = noisy(make_run_log(name="tiers/a", dtype="bfloat16"), 60_000, 1)
     arm = noisy(make_run_log(name="tiers/b", dtype="float32", attention="sdpa"), 30_000, 2)

@@ -72,14 +72,39 @@ def test_one_process_is_the_start_of_every_parallelism():
 def test_how_gradients_are_summed_is_a_series_and_one_process_starts_both():
     logs = {}
     for reduction, step_time_s in (("collective", 1.25), ("exchange", 1.0)):
-        log = make_run_log(name=f"scaling/{reduction}-gpus2", world_size=2, parallelism="ddp", step_time_s=step_time_s)
-        log.used["reduction"] = Choice(requested="auto", used=reduction)
+        more = {"communication": {"reduction": reduction}, "step_time_s": step_time_s}
+        log = make_run_log(name=f"scaling/{reduction}-gpus2", world_size=2, parallelism="ddp", **more)
+        log.used["reduction"] = Choice(requested=reduction, used=reduction)
         logs[reduction] = log
     alone = make_run_log(name="scaling/a-gpus1", parallelism="none", step_time_s=1.0)
     alone.used["reduction"] = Choice(requested="auto", used="collective", reason="one process")
     points = scaling_points({name: measure(log, None) for name, log in {**logs, "alone": alone}.items()})
     found = {(point.series, point.world_size): point.efficiency for point in points if point.world_size == 2}
     assert found == {("collective", 2): pytest.approx(0.8, rel=0.03), ("exchange", 2): pytest.approx(1.0, rel=0.03)}
+
+
+def test_auto_that_sums_otherwise_on_several_nodes_is_one_series():
+    logs = [make_run_log(name="scaling/a-gpus1", parallelism="none", step_time_s=1.0)]
+    for nodes, reduction in ((1, "exchange"), (2, "collective")):
+        name, size = f"scaling/a-gpus{8 * nodes}", {"world_size": 8 * nodes, "nnodes": nodes}
+        log = make_run_log(name=name, parallelism="ddp", step_time_s=1.0 + nodes / 10, **size)
+        log.used["reduction"] = Choice(requested="auto", used=reduction)
+        logs.append(log)
+    points = scaling_points({log.name: measure(log, None) for log in logs})
+    assert [(point.series, point.world_size) for point in points] == [("a", 1), ("a", 8), ("a", 16)]
+
+
+def test_a_case_of_one_process_makes_no_series_of_other_stages_runs():
+    logs = [make_run_log(name="scaling/a-gpus1", parallelism="none", step_time_s=1.0)]
+    for name, parallelism, communication in (
+        ("baseline/a", "ddp", {}),
+        ("ablations/sharded", "fsdp", {}),
+        ("ablations/small-buckets", "ddp", {"bucket_mb": 25.0}),
+    ):
+        more = {"parallelism": parallelism, "communication": communication, "step_time_s": 1.25}
+        logs.append(make_run_log(name=name, world_size=2, **more))
+    points = scaling_points({log.name: measure(log, None) for log in logs})
+    assert [(point.series, point.world_size, point.processes) for point in points] == [("a", 1, 1), ("a", 2, 1)]
 
 
 def test_another_micro_batch_is_another_series():

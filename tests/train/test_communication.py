@@ -87,6 +87,26 @@ def test_two_processes(reference, data, tmp_path):
         assert_rounding_shows_and_is_small(logs[key], reference)
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_several_parameters_that_no_matmul_writes_are_exchanged_in_order(learned, data, tmp_path):
+    """In the root of a model whose embedding is its head, or that has a table of positions; with one micro-step."""
+    model = {"tie_word_embeddings": True}
+    if learned:
+        model = {"norm": "layernorm", "position": "learned", "mlp": "gelu", "norm_bias": True}
+
+    def one_step(parallelism: str, communication: dict) -> RunConfig:
+        batch = {"micro_batch_size": 4, "gradient_accumulation_steps": 1, "evaluation": EVALUATION | {"iters": 2}}
+        options = {"model": model, "kernels": ACCUMULATE, "dtype": "float32" if learned else "float16"}
+        return split(2, parallelism, communication, loss="chunked", **batch, **options)
+
+    configs = {"ddp": one_step("ddp", {}), "fsdp": one_step("fsdp", {"reduction": "exchange"})}
+    logs = run_many(configs, data, tmp_path)
+    assert logs["fsdp"].used["reduction"].used == "exchange", logs["fsdp"].used["reduction"].reason
+    relative = 1e-5 if learned else 1e-3
+    assert losses(logs["fsdp"]) == pytest.approx(losses(logs["ddp"]), rel=relative)
+    assert grad_norms(logs["fsdp"]) == pytest.approx(grad_norms(logs["ddp"]), rel=10 * relative)
+
+
 def assert_rounding_shows_and_is_small(log, reference):
     """A sum of bfloat16 gradients is off by 2^-8 of its elements at most; over all of them the errors average out."""
     norm, expected = grad_norms(log)[0], grad_norms(reference)[0]
@@ -178,15 +198,22 @@ def test_what_forbids_an_exchange_has_a_reason():
 def test_cards_that_cannot_exchange_say_why(monkeypatch):
     process = Process(rank=0, world_size=2, local_rank=0, device=torch.device("cuda", 0))
     monkeypatch.setenv("NCCL_CTA_POLICY", "2")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     assert missing_here(process) is None
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
     assert missing_here(process) == "the cards cannot write to each other's memory"
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12040, raising=False)
+    assert missing_here(process) == "the driver is of CUDA 12.4; copy engines need 12.5"
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
     monkeypatch.setenv("NCCL_CTA_POLICY", "0")
     assert missing_here(process) == "NCCL_CTA_POLICY is 0, and copy engines need 2"
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
     assert missing_here(process).startswith("NCCL 2.27.5 has no")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert missing_here(process) == "an exchange stays within a node"
 
 
 def test_a_step_that_was_broken_off_leaves_nothing_in_an_exchange(one_rank):

@@ -35,7 +35,7 @@ def test_every_field_says_what_was_used(everything):
     assert log.status == "ok" and log.reason is None
     assert set(log.used) == {
         "attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8",
-        *KernelsConfig.model_fields,
+        "reduction", *KernelsConfig.model_fields,
     }  # fmt: skip
     assert (log.used["parallelism"].requested, log.used["parallelism"].used) == ("ddp", "none")
     assert log.used["parallelism"].reason == "one process"

@@ -42,9 +42,15 @@ class Effect:
         return len(self.differs_in) == 1
 
 
+# What `communication.reduction: auto` goes by: where they differ, how gradients are summed only follows.
+DECIDES_REDUCTION = {"parallelism", "communication.reduce_dtype", "nnodes", "world_size"}
+
+
 def settings_that_ran(log: RunLog) -> dict[str, Any]:
     """Everything that may change a run's speed, flat (`loader.kind`), with what ran in place of what was asked."""
     settings = log.config.model_dump(mode="json", exclude=set(OUTSIDE_SPEED))
+    if "reduction" not in log.used:  # of a run before there was a choice
+        settings["communication"]["reduction"] = "collective"
     for key, choice in log.used.items():
         if key == "loader":
             settings["loader"]["kind"] = choice.used
@@ -79,7 +85,11 @@ def differing_settings(control: RunLog, arm: RunLog) -> dict[str, tuple[Any, Any
     its own.
     """
     left, right = settings_that_ran(control), settings_that_ran(arm)
-    return {key: (left[key], right[key]) for key in left if key in right and left[key] != right[key]}
+    differing = {key: (left[key], right[key]) for key in left if key in right and left[key] != right[key]}
+    asked = [log.config.communication.reduction for log in (control, arm)]
+    if asked[0] == asked[1] and differing.keys() & DECIDES_REDUCTION:
+        differing.pop("communication.reduction", None)
+    return differing
 
 
 def spread_between_processes(*studies: dict[str, Measures]) -> ProcessSpread | None:

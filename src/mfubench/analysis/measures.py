@@ -47,7 +47,7 @@ class Measures:
     peak: Peak | None
     peak_problem: str | None  # why there is no peak, and so no MFU
     mfu: dict[str, Quartiles]  # palm, matmul, causal, hfu and mamfu, as far as known; fractions
-    peak_memory_gib: float | None  # fullest rank: reserved by the CUDA allocator, resident set on a CPU
+    peak_memory_gib: float | None  # fullest rank: reserved on its card, resident set on a CPU
     peak_allocated_gib: float | None  # fullest rank, CUDA only: what tensors took at once
     capacity_gib: float | None
     final_loss: float | None

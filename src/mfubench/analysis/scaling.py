@@ -11,9 +11,11 @@ from statistics import geometric_mean
 from mfubench.analysis.effects import settings_that_ran, spread_between_processes
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.statistics import Interval, difference
+from mfubench.config import CommunicationConfig, RunConfig
 from mfubench.run_log import RunLog
 
 WORLD_SIZE_SUFFIX = re.compile(r"-gpus\d+$")
+MANY_OF_ONE = "ddp"  # what a run without parallelism becomes on more than one GPU
 
 
 @dataclass(frozen=True)
@@ -108,20 +110,33 @@ def what_differs(key: str, keys: Sequence[str]) -> str:
 
 
 def start_with_one_process(by_settings: dict[str, list[Measures]]) -> None:
-    """Let runs of one process begin every series of several that they can begin, instead of one of their own."""
+    """Let runs of one process begin every series of several that scaling cases are in, instead of one of their own.
+
+    Where there is none, they begin what they would become on more: data parallel, with the usual communication.
+    """
     for alone in [key for key, runs in by_settings.items() if runs[0].log.config.world_size == 1]:
-        begun = [key for key in by_settings if key != alone and begins(alone, key)]
+        found = [key for key in by_settings if key != alone and begins(alone, key)]
+        begun = [key for key in found if any(run.log.config.stage == "scaling" for run in by_settings[key])]
+        begun = begun or [key for key in found if is_usual(by_settings[key][0].log.config)]
         for key in begun:
             by_settings[key] += by_settings[alone]
         if begun:
             del by_settings[alone]
 
 
+def is_usual(config: RunConfig) -> bool:
+    return config.parallelism == MANY_OF_ONE and config.communication == CommunicationConfig()
+
+
 def series_key(log: RunLog) -> str:
-    """Equal for runs that differ in the number of processes alone; one has nothing to do in parallel."""
+    """Equal for runs that differ in the number of processes alone; one has nothing to do in parallel.
+
+    How gradients are summed counts as asked for: `auto` of one series may sum otherwise on several nodes than on one.
+    """
     settings = settings_that_ran(log)
     settings.pop("world_size")
     settings.pop("nnodes")
+    settings["communication.reduction"] = log.config.communication.reduction
     alone = log.config.world_size == 1
     return json.dumps({key: value for key, value in settings.items() if not (alone and parallel(key))}, sort_keys=True)
 

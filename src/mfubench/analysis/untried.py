@@ -8,12 +8,10 @@ from typing import Any
 from mfubench.analysis.answer import Answer, Candidate, command_for
 from mfubench.analysis.effects import differing_settings
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.scaling import begins, series_key
+from mfubench.analysis.scaling import MANY_OF_ONE, begins, series_key
 from mfubench.analysis.statistics import Difference, difference
 from mfubench.config import ConfigError, RunConfig, parse
 from mfubench.run_log import RunLog
-
-MANY_OF_ONE = "ddp"  # what a run without parallelism becomes on more than one GPU
 
 
 @dataclass(frozen=True)

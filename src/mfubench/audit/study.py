@@ -17,6 +17,7 @@ from mfubench.words import plural
 # Settings of which the record says what was used: two runs that differ in these alone are arms of a comparison.
 RECORDED = ("attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8")
 NOT_COMPARED = ("name", "repeat", "seed", "measurement", "requires", "contrast_attention", "evaluation", "checkpoint")
+ALONE = "one process"
 STAGES_WITHOUT_ARMS = ("smoke", "memory", "training")
 
 
@@ -105,14 +106,17 @@ def machine_of(log: RunLog) -> tuple[str | None, ...]:
 
 
 def group_of(log: RunLog) -> tuple:
-    """Runs of one group differ in the number of GPUs alone: same model, same work for each GPU, same settings used."""
-    settings = {
-        key: value
-        for key, value in log.config.model_dump(mode="json").items()
-        if key not in (*NOT_COMPARED, *RECORDED, "world_size", "nnodes", "global_batch_size", "max_iters", "optimizer")
-    }
-    used = {key: choice.used for key, choice in log.used.items() if key != "parallelism"}
-    return json.dumps(settings, sort_keys=True), json.dumps(used, sort_keys=True), machine_of(log)
+    """Runs of one group differ in the number of GPUs alone: same model, same work for each GPU, same settings used.
+
+    Its last part is what they do in parallel, `ALONE` for one process, which is in the groups of all parallelisms.
+    """
+    asked = log.config.model_dump(mode="json")
+    parallel = {"parallelism": log.config.parallelism, "communication": asked.pop("communication")}
+    not_the_work = (*NOT_COMPARED, *RECORDED, "world_size", "nnodes", "global_batch_size", "max_iters", "optimizer")
+    settings = {key: value for key, value in asked.items() if key not in not_the_work}
+    used = {key: choice.used for key, choice in log.used.items() if key not in ("parallelism", "reduction")}
+    words = [json.dumps(values, sort_keys=True) for values in (settings, used, parallel)]
+    return words[0], words[1], machine_of(log), ALONE if log.config.world_size == 1 else words[2]
 
 
 def weak_scaling(verdicts: Iterable[RunVerdict]) -> list[dict[str, Any]]:
@@ -125,6 +129,11 @@ def weak_scaling(verdicts: Iterable[RunVerdict]) -> list[dict[str, Any]]:
         if verdict.group is None or not verdict.true_tokens_per_s:
             continue
         series.setdefault(verdict.group, {}).setdefault(verdict.world_size, []).append(verdict)
+    for alone in [group for group in series if group[-1] == ALONE]:
+        begun = [group for group in series if group != alone and group[:-1] == alone[:-1]]
+        for group in begun:
+            for world_size, runs in series[alone].items():
+                series[group].setdefault(world_size, []).extend(runs)
     return [compare_ends(by_size) for by_size in series.values() if len(by_size) > 1]
 
 

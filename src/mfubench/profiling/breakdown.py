@@ -6,8 +6,10 @@ collective where nothing else does (it is hidden otherwise); what is left is a g
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,8 +107,17 @@ def break_down_rank(step: CutStep) -> RankBreakdown:
         kernels=kernel_totals(inside),
         matmuls=matmul_totals(inside),
         collectives_s=[(p.end - p.start) / 1e6 for p in in_launch_order(inside) if is_collective(p)],
-        copies_s=sum(p.end - p.start for p in inside if p.name.startswith(BETWEEN_CARDS)) / 1e6,
+        copies_s=covered(piece for piece in inside if piece.name.startswith(BETWEEN_CARDS)) / 1e6,
     )
+
+
+def covered(slices: Iterable[Slice]) -> float:
+    """Microseconds in which at least one of them ran; in the order of their starts."""
+    total, until = 0.0, -math.inf
+    for piece in slices:
+        total += max(0.0, piece.end - max(piece.start, until))
+        until = max(until, piece.end)
+    return total
 
 
 def in_launch_order(slices: list[Slice]) -> list[Slice]:
@@ -154,9 +165,9 @@ def share_moment(length: float, categories: list[str], parts: dict[str, float]) 
         for category in compute:
             parts[category] += length / len(compute)
         return length if communicating else 0.0
-    owner = next(category for category in (COPY, COMMUNICATION, HOST) if category in categories)
+    owner = next(category for category in (COMMUNICATION, COPY, HOST) if category in categories)
     parts[owner] += length
-    return length if communicating and owner != COMMUNICATION else 0.0
+    return 0.0
 
 
 def explain_gap(gap: Span, piece: Slice | None, data_waits: list[Span]) -> dict[str, float]:

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from mfubench.config import OptimizerConfig, RunConfig
+from mfubench.card_rates import is_pcie
+from mfubench.config import ConfigError, OptimizerConfig, RunConfig
 from mfubench.decisions import ROW_MULTIPLE, WITHOUT_WHOLE_GRADIENTS, may_exchange, no_exchange
+from mfubench.hardware import find_gpu
 from mfubench.model import resolve_attention, resolve_loss
 from mfubench.model.decoder import DTYPES
 from mfubench.model.operations import Operations, join_split_and_attention, not_running, resolve_operations
@@ -198,12 +200,22 @@ def resolve_fp8(config: RunConfig, device: torch.device) -> Choice:
 def resolve_reduction(config: RunConfig, process: Process, weight_gradient: str) -> Choice:
     wanted, obstacle = config.communication.reduction, no_exchange(config)
     if not may_exchange(config) or (wanted == "auto" and not process.on_cuda):
-        return Choice(requested=wanted, used="collective", reason=obstacle if wanted == "auto" else None)
+        return Choice(requested=wanted, used="collective", reason=obstacle if config.world_size > 1 else None)
     if obstacle is None and config.parallelism == "fsdp" and weight_gradient != "accumulate":
         obstacle = WITHOUT_WHOLE_GRADIENTS
-    if obstacle is None and process.on_cuda:
-        obstacle = missing_on(process)
+    if wanted == "auto" and over_pcie(process.device):
+        obstacle = "over PCIe nobody has measured whether it is faster"
+    if process.on_cuda and no_exchange(config) is None:  # as all ranks know: the rest of them ask, too
+        obstacle = missing_on(process, obstacle)
     return Choice(requested=wanted, used="collective" if obstacle else "exchange", reason=obstacle)
+
+
+def over_pcie(device: torch.device) -> bool:
+    """Whether config/hardware.yaml says so of this kind of card."""
+    try:
+        return is_pcie(find_gpu(torch.cuda.get_device_name(device)))
+    except ConfigError:
+        return False
 
 
 def resolve_weight_gradient(

@@ -24,8 +24,9 @@ from mfubench.decisions import EXCHANGE_SLOTS, GIB
 if TYPE_CHECKING:
     from mfubench.train.process import Process
 
-NO_THREAD_BLOCK = "2"  # a value of NCCL_CTA_POLICY
-OLDEST_NCCL = (2, 28)
+NO_THREAD_BLOCK = ("2", "ZERO")  # what NCCL_CTA_POLICY calls it
+OLDEST_NCCL, OLDEST_DRIVER = (2, 28), 12050
+FAILURES = (RuntimeError, AttributeError, TypeError, AssertionError, ImportError)  # of what torch or NCCL cannot do
 _symmetric: list[
     Tensor
 ] = []  # kept to the end: NCCL goes on to know memory that is freed, and would find it in new one
@@ -34,31 +35,48 @@ _symmetric: list[
 def take_no_thread_blocks() -> None:
     """Let NCCL communicators that are made from now on move data by copy engines wherever they can."""
     if torch.cuda.nccl.version() >= OLDEST_NCCL:
-        os.environ.setdefault("NCCL_CTA_POLICY", NO_THREAD_BLOCK)
-    os.environ["TORCH_SYMMMEM_IMPLICIT_POOL"] = "0"  # torch 2.11 has no pool of NCCL's memory
+        os.environ.setdefault("NCCL_CTA_POLICY", NO_THREAD_BLOCK[0])
+        os.environ.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")  # torch 2.11 has no pool of NCCL's memory
 
 
-def missing_on(process: Process) -> str | None:
-    """What the ranks' cards and NCCL lack for an exchange, the same words on all ranks. Collective."""
-    complaints = [complaint for complaint in process.gather(missing_here(process)) if complaint]
-    if not complaints:  # all of them can go on to something that only all can do together
-        complaints = [complaint for complaint in process.gather(failure_of_trial(process)) if complaint]
-    return complaints[0] if complaints else None
+def missing_on(process: Process, complaint: str | None = None) -> str | None:
+    """What the ranks lack for an exchange, the same words on all ranks; `complaint`: what this one knows of.
+
+    Collective. What a rank may lack alone is told before anything that waits for all of them.
+    """
+    for attempt in (lambda: complaint or missing_here(process), lambda: no_room(process), lambda: wrong_sum(process)):
+        complaints = [words for words in process.gather(attempt()) if words]
+        if complaints:
+            return complaints[0]
+    return None
 
 
 def missing_here(process: Process) -> str | None:
+    if os.environ.get("LOCAL_WORLD_SIZE", str(process.world_size)) != str(process.world_size):
+        return "an exchange stays within a node"
     version = torch.cuda.nccl.version()
     if version < OLDEST_NCCL:
         return f"NCCL {'.'.join(map(str, version))} has no collectives of copy engines; 2.28 and newer have"
-    if (policy := os.environ.get("NCCL_CTA_POLICY")) != NO_THREAD_BLOCK:
-        return f"NCCL_CTA_POLICY is {policy}, and copy engines need {NO_THREAD_BLOCK}"
+    driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # of builds for CUDA
+    if driver < OLDEST_DRIVER:
+        return f"the driver is of CUDA {driver // 1000}.{driver % 1000 // 10}; copy engines need 12.5"
+    if (policy := os.environ.get("NCCL_CTA_POLICY")) not in NO_THREAD_BLOCK:
+        return f"NCCL_CTA_POLICY is {policy}, and copy engines need {NO_THREAD_BLOCK[0]}"
     others = (card for card in range(process.world_size) if card != process.local_rank)
     if not all(torch.cuda.can_device_access_peer(process.local_rank, card) for card in others):
         return "the cards cannot write to each other's memory"
     return None
 
 
-def failure_of_trial(process: Process) -> str | None:
+def no_room(process: Process) -> str | None:
+    try:
+        symmetric_empty(1, torch.float32, process.device)
+    except FAILURES as error:
+        return words_of(error)
+    return None
+
+
+def wrong_sum(process: Process) -> str | None:
     """What comes of a small exchange: None where it is the sum, else words."""
     numel = 1024 * process.world_size
     try:
@@ -68,17 +86,16 @@ def failure_of_trial(process: Process) -> str | None:
         exchange.finish()
         expected = process.world_size * (process.world_size + 1) / 2
         return None if bool((whole == expected).all()) else "a trial of it found a wrong sum"
-    except (RuntimeError, AttributeError, TypeError) as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+    except FAILURES as error:
+        return words_of(error)
 
 
-def symmetric_zeros(
-    numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """[numel] zeros that, on CUDA, the cards of `group` (of all ranks) can write to. Collective; not of torch's
-    allocator, and not freed before the process ends. Only communication within that group finds it."""
-    if device.type != "cuda":
-        return torch.zeros(numel, dtype=dtype, device=device)
+def words_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[numel] of memory that may become symmetric; not of torch's allocator, not freed before the process ends."""
     import torch.distributed._symmetric_memory as symmetric
 
     size = numel * dtype.itemsize
@@ -87,11 +104,23 @@ def symmetric_zeros(
     if size > free:
         raise torch.OutOfMemoryError(f"CUDA out of memory: {size / GIB:.2f} GiB of {free / GIB:.2f} GiB that are free")
     symmetric.set_backend("NCCL")
-    tensor = symmetric.empty(numel, dtype=dtype, device=device)
+    _symmetric.append(symmetric.empty(numel, dtype=dtype, device=device))
+    return _symmetric[-1]
+
+
+def symmetric_zeros(
+    numel: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """[numel] zeros that, on CUDA, the cards of `group` (of all ranks) can write to. Collective. Only communication
+    within that group finds it."""
+    if device.type != "cuda":
+        return torch.zeros(numel, dtype=dtype, device=device)
+    import torch.distributed._symmetric_memory as symmetric
+
+    tensor = symmetric_empty(numel, dtype, device)
     group = group or dist.group.WORLD
     assert group is not None
     symmetric.rendezvous(tensor, group)
-    _symmetric.append(tensor)
     return tensor.zero_()
 
 

@@ -143,7 +143,7 @@ class FsdpEngine:
 
     def zeros(self, numbers: Sequence[int], dtype: torch.dtype) -> Sequence[Tensor]:
         """Zeros of their own, or one after the other in memory that the other ranks can write to."""
-        if not self.exchanges:
+        if not (self.exchanges and numbers):
             return [torch.zeros(number, dtype=dtype, device=self.device) for number in numbers]
         places = [round_up(number, ALIGNMENT) for number in numbers]
         memory = symmetric_zeros(sum(places), dtype, self.device, self.group)
@@ -168,7 +168,8 @@ class FsdpEngine:
         self.received, *memory = self.zeros([max(numbers), *numbers], torch.float32)
         for module, part in zip(modules, memory, strict=True):
             self.scatter_from(module, part)
-            if self.divisor > 1:  # fully_shard adds up what no matmul does
+            # fully_shard adds up what no matmul does, and lays several parameters out otherwise than they are sent
+            if self.divisor > 1 or len(sharded_by(module)) > 1:
                 self.keep_whole(module)
 
     def accumulate_in_matmul(self, layer: Linear, name: str, tied: bool = False) -> None:

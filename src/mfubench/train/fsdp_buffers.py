@@ -137,7 +137,7 @@ class ScatterBuffer:
     """
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int, buffer: Tensor, received: Tensor | None = None):
-        """shapes: of the whole parameters, which are sharded by rows; buffer: zeros, `numel_scattered` of them.
+        """shapes: of the whole parameters, which are sharded by rows; buffer: zeros, `padded_sizes` of them in all.
 
         received: as large as the buffer or larger, writable by the other ranks as the buffer is: what one module after
         the other receives of an exchange. None: NCCL adds up.

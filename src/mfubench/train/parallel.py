@@ -6,7 +6,8 @@
 
 A bucket is a contiguous range of the buffers whose gradients are reduced together. Parameters stand in the order in
 which the backward pass finishes them, those with weight decay first, so that buckets fill one after the other: on the
-last micro-step a full bucket is sent off (ddp: all-reduce, zero1: reduce-scatter) while backward computes the next.
+last micro-step a full bucket is sent off (ddp: all-reduce, zero1: reduce-scatter, or an exchange that comes to the
+same) while backward computes the next.
 Each bucket is padded so that it divides evenly between the ranks; zero1 keeps 1/world_size of each, and gathers the
 updated weights while the next forward pass runs (see gathers.py).
 """

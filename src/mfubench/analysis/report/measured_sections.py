@@ -183,7 +183,7 @@ def memory_section(found: Findings) -> Section:
             "differs from run to run, so that a largest micro-batch is not exact: another search may find one more or "
             "one less."
             if on_cpu
-            else "Memory is what the CUDA allocator reserved on the fullest GPU; what tensors took at once stands in "
+            else "Memory is what was reserved on the fullest GPU; what tensors took at once stands in "
             "`tables/runs.csv` as `peak_allocated_gib`."
         )
     )
