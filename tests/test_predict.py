@@ -512,7 +512,8 @@ def test_pages_say_where_nothing_was_measured():
 def test_what_several_cards_measured_stands_beside_what_eight_will_do():
     for gpus, step_time_s in ((1, 1.0), (2, 1.25), (4, 1.5)):
         parallelism = "none" if gpus == 1 else "ddp"
-        config = make_run_config(world_size=gpus, parallelism=parallelism, kernels={"norm": "fused"})
+        settings = {"world_size": gpus, "parallelism": parallelism, "kernels": {"norm": "fused"}}
+        config = make_run_config(name=f"scaling/{gpus}", **settings)
         log = make_run_log(gpu_name="NVIDIA H200", step_time_s=step_time_s, config=config)
         log.used["norm"] = Choice(requested="fused", used="fused")
         write_run_log(measured_runs.REFERENCE / "h200" / f"{gpus}.json", log)

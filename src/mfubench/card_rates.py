@@ -128,11 +128,6 @@ def generation(row: HardwareRow) -> str:
     return "hopper" if (row.flops_per_clock or 0) >= 4096 else "other"
 
 
-def is_pcie(row: HardwareRow) -> bool:
-    """Whether cards talk to each other over PCIe."""
-    return row.link.lower().startswith("pcie")
-
-
 def datasheet_rates(gpu: str, config: RunConfig, network_gb_s: float | None = None) -> Rates:
     """Rates of a card nobody measured: fractions of its datasheet (config/prediction.yaml).
 
@@ -149,7 +144,6 @@ def datasheet_rates(gpu: str, config: RunConfig, network_gb_s: float | None = No
         )
     if network_gb_s is not None and not 0 < network_gb_s < math.inf:
         raise ConfigError(f"network_gb_s: found {network_gb_s}; must be a positive number of GB/s a card")
-    pcie = is_pcie(row)
     return Rates(
         gpu=row.names[0],
         peak_tflops=peak.tflops,
@@ -157,7 +151,7 @@ def datasheet_rates(gpu: str, config: RunConfig, network_gb_s: float | None = No
         attention={name: share * attention_peak for name, share in beliefs.attention_fraction[generation(row)].items()},
         bandwidth_gb_s=beliefs.bandwidth_fraction * row.bandwidth_gb_s,
         operand_gb_s=beliefs.bandwidth_fraction * row.bandwidth_gb_s,
-        link_gb_s=(beliefs.pcie_link_fraction if pcie else beliefs.link_fraction) * row.link_gb_s / 2,
+        link_gb_s=(beliefs.pcie_link_fraction if row.is_pcie else beliefs.link_fraction) * row.link_gb_s / 2,
         network_gb_s=network_gb_s or beliefs.network_gb_s,
         multiprocessors=row.multiprocessors,
         memory_gib=beliefs.memory_fraction * row.memory_gib,

@@ -70,6 +70,11 @@ class HardwareRow(Strict):
     source: str
     note: str | None = None
 
+    @property
+    def is_pcie(self) -> bool:
+        """Whether cards talk to each other over PCIe."""
+        return self.link.lower().startswith("pcie")
+
 
 @dataclass(frozen=True)
 class Peak:

@@ -251,7 +251,7 @@ def eight_table() -> str:
     observations = [
         one
         for one in measured_runs.observe(measured_runs.read_runs(folders), measured_runs.read_all_ceilings(folders))
-        if one.gpu == find_gpu(H200).key and one.config.kernels != KernelsConfig()
+        if one.name.startswith("scaling/") and one.gpu == find_gpu(H200).key and one.config.kernels != KernelsConfig()
     ]
     series: dict[tuple[Any, ...], list[measured_runs.Observation]] = {}
     for one in observations:

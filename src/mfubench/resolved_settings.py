@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from mfubench.card_rates import Rates, generation, is_pcie
+from mfubench.card_rates import Rates, generation
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.decisions import LARGE_VOCABULARY, fsdp_without_sum, may_exchange, no_exchange
 from mfubench.flops import count_parameters
@@ -31,7 +31,7 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
     card = find_gpu(rates.gpu)
     if generation(card) != "hopper":
         config = without_matmuls(config)
-    if is_pcie(card) and config.communication.reduction == "auto":
+    if card.is_pcie and config.communication.reduction == "auto":
         config = with_reduction(config, "collective")
     return resolve_auto(config, rates.memory_gib)
 

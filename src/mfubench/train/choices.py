@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from mfubench.card_rates import is_pcie
 from mfubench.config import ConfigError, OptimizerConfig, RunConfig
 from mfubench.decisions import ROW_MULTIPLE, WITHOUT_WHOLE_GRADIENTS, may_exchange, no_exchange
 from mfubench.hardware import find_gpu
@@ -213,7 +212,7 @@ def resolve_reduction(config: RunConfig, process: Process, weight_gradient: str)
 def over_pcie(device: torch.device) -> bool:
     """Whether config/hardware.yaml says so of this kind of card."""
     try:
-        return is_pcie(find_gpu(torch.cuda.get_device_name(device)))
+        return find_gpu(torch.cuda.get_device_name(device)).is_pcie
     except ConfigError:
         return False
 
