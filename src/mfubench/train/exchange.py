@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 NO_THREAD_BLOCK = ("2", "ZERO")  # what NCCL_CTA_POLICY calls it
 OLDEST_NCCL, OLDEST_DRIVER = (2, 28), 12050
 FAILURES = (RuntimeError, AttributeError, TypeError, AssertionError, ImportError)  # of what torch or NCCL cannot do
-_symmetric: list[
-    Tensor
-] = []  # kept to the end: NCCL goes on to know memory that is freed, and would find it in new one
+# All symmetric memory, kept to the end: NCCL does not forget what is freed, and new memory may lie in its place.
+_symmetric: list[Tensor] = []
 
 
 def take_no_thread_blocks() -> None:
