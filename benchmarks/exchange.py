@@ -20,14 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from benchmarks.kernels import device_and_model
 from benchmarks.rows import markdown_table
+from benchmarks.runner import leave
 from mfubench.config import ConfigError, ModelConfig
 from mfubench.machine import describe_cards
 from mfubench.model import build_model
 from mfubench.predict import plan_run
 from mfubench.run_log import write_json
+from mfubench.stop_signals import on_stop
 from mfubench.train.buckets import plan_buckets
 from mfubench.train.exchange import Exchange, gather_parts, missing_on, symmetric_zeros, take_no_thread_blocks
 from mfubench.train.process import Process
@@ -42,7 +45,8 @@ class Sums:
     def __init__(self, model: ModelConfig, tokens: int, process: Process):
         self.process, device = process, process.device
         dtype = torch.bfloat16 if process.on_cuda else torch.float32
-        buckets = plan_buckets(build_model(plan_run(model, process.world_size), device="meta"), process.world_size)
+        run = plan_run(model, process.world_size, seq_len=model.max_position_embeddings)
+        buckets = plan_buckets(build_model(run, device="meta"), process.world_size)
         total = buckets[-1].end
         gradient = symmetric_zeros(total, torch.float32, device)
         weights = symmetric_zeros(total, dtype, device)
@@ -50,7 +54,8 @@ class Sums:
         self.weights = [weights[one.start : one.end] for one in buckets]
         self.exchange = Exchange(max(len(bucket) for bucket in self.buckets), process.world_size, device)
         generator = torch.Generator(device).manual_seed(process.rank)
-        self.gradient = gradient.normal_(generator=generator)
+        self.generator, self.gradient = generator, gradient
+        self.draw()
         wide = 2 * model.intermediate_size
         self.operands = [
             torch.randn(*shape, generator=generator, device=device).to(dtype)
@@ -58,6 +63,10 @@ class Sums:
         ]
         self.product = torch.empty(tokens, wide, dtype=dtype, device=device)
         self.matmuls = [max(1, round(2 * len(bucket) / (model.hidden_size * wide))) for bucket in self.buckets]
+
+    def draw(self) -> None:
+        """New gradients: sums of sums would grow until nothing is finite."""
+        self.gradient.normal_(generator=self.generator)
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of a bucket."""
@@ -148,6 +157,7 @@ def measure(rank: int, arguments: argparse.Namespace, model: ModelConfig, meetin
     times: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(1 + arguments.calls):  # the first one warms up
         for name, form in forms.items():
+            sums.draw()
             process.barrier()
             times[name].append(sums.milliseconds(form))
     of_ranks = process.gather({name: of_form[1:] for name, of_form in times.items()})
@@ -169,7 +179,14 @@ def report(arguments: argparse.Namespace, sums: Sums, of_ranks: Sequence[dict[st
     print(f"{what}, {arguments.calls} calls, torch {torch.__version__}\n\n{table(rows)}", end="", flush=True)
     if arguments.json:
         facts = {"card": card, "gpus": arguments.gpus, "torch": torch.__version__, "model": arguments.model}
-        numbers = {"gradient_gb": size, "buckets": len(sums.buckets), "calls": arguments.calls, "rows": rows}
+        finite = bool(sums.gradient.isfinite().all())
+        numbers = {
+            "finite": finite,
+            "gradient_gb": size,
+            "buckets": len(sums.buckets),
+            "calls": arguments.calls,
+            "rows": rows,
+        }
         write_json(arguments.json, facts | numbers)
 
 
@@ -187,14 +204,21 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(["", "ms", "beyond the matmuls"], lines)
 
 
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {text}; give a number of 1 and more")
+    return value
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Time sums of gradients by collectives and by exchange.")
     parser.add_argument("--gpus", type=int, help="left out: all; on a CPU 2 processes")
     parser.add_argument("--model", default="llama2-1.36b", help="preset of config/models.yaml")
-    parser.add_argument("--micro-batch-size", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=2048)
-    parser.add_argument("--calls", type=int, default=20, help="of each form; two at least")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--micro-batch-size", type=positive, default=8)
+    parser.add_argument("--seq-len", type=positive, default=2048)
+    parser.add_argument("--calls", type=positive, default=20, help="of each form; two at least")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path, help="also write the rows there")
     return parser
 
@@ -207,12 +231,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.gpus, arguments.calls = arguments.gpus or here, max(2, arguments.calls)
         if not 2 <= arguments.gpus <= here:
             raise ConfigError(f"--gpus: found {arguments.gpus}; give 2 or more, of {here} that are here")
+        if arguments.json and not arguments.json.parent.is_dir():
+            raise ConfigError(f"--json: {arguments.json.parent} is no folder")
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(measure, (arguments, model, f"{folder}/meeting"), nprocs=arguments.gpus)
-    except (ConfigError, torch.multiprocessing.ProcessRaisedException) as error:
+            run_ranks(arguments, model, f"{folder}/meeting")
+    except (ConfigError, ProcessRaisedException, ProcessExitedException) as error:
         print(f"error: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
+
+
+def run_ranks(arguments: argparse.Namespace, model: ModelConfig, meeting: str) -> None:
+    """All ranks as processes that end with this one, however it is stopped."""
+    ranks = torch.multiprocessing.spawn(measure, (arguments, model, meeting), nprocs=arguments.gpus, join=False)
+    with on_stop(leave):
+        try:
+            while not ranks.join():
+                pass
+        finally:
+            for process in ranks.processes:
+                process.kill()
 
 
 if __name__ == "__main__":

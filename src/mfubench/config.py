@@ -155,7 +155,7 @@ class CommunicationConfig(Strict):
         "auto",
         description="gradients are summed by a collective that adds, or by exchange: copies that take no "
         "multiprocessor from the matmuls, and a short sum on each rank; auto: by exchange between GPUs that can, but "
-        "for fsdp",
+        "for fsdp, and not over PCIe or bridges",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of gradients on their way")
     overlap_gather: bool = Field(

@@ -75,6 +75,11 @@ class HardwareRow(Strict):
         """Whether cards talk to each other over PCIe."""
         return self.link.lower().startswith("pcie")
 
+    @property
+    def joins_all(self) -> bool:
+        """Whether links join all cards of a box: a bridge joins two or four, where it is fitted."""
+        return not self.is_pcie and "bridge" not in self.link
+
 
 @dataclass(frozen=True)
 class Peak:

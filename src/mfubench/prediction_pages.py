@@ -259,7 +259,8 @@ def eight_table() -> str:
             series.setdefault((*work_of(one), one.config.parallelism, one.config.communication.reduction), []).append(
                 one
             )
-    header = [f"{count} measured" for count in SCALING_GPUS[:-1]] + [f"{SCALING_GPUS[-1]} predicted"]
+    last = SCALING_GPUS[-1]
+    header = [f"{count} measured" for count in SCALING_GPUS[:-1]] + [f"{last} predicted", f"{last} by exchange"]
     lines = [
         f"| model | micro-batch x accumulation | parallelism | summed by | {' | '.join(header)} |",
         "|---|---|---|---|" + "---|" * len(header),
@@ -268,9 +269,11 @@ def eight_table() -> str:
         alone = [one for one in observations if one.config.world_size == 1 and work_of(one) == work_of(several[0])]
         cells = [rates_on(count, alone + several) for count in SCALING_GPUS[:-1]]
         largest = max(several, key=lambda one: one.config.world_size).config
-        config = largest.model_copy(update={"world_size": SCALING_GPUS[-1]})
-        predicted = predict(config, H200, calibration=shipped_calibration())
-        cells.append(f"{predicted.tokens_per_s_per_gpu:,.0f} ± {100 * predicted.error_fraction:.0f} %")
+        for of_last in (reduction, "exchange"):
+            communication = largest.communication.model_copy(update={"reduction": of_last})
+            config = largest.model_copy(update={"world_size": last, "communication": communication})
+            predicted = predict(config, H200, calibration=shipped_calibration())
+            cells.append(f"{predicted.tokens_per_s_per_gpu:,.0f} ± {100 * predicted.error_fraction:.0f} %")
         batch_words = f"{micro_batch} x {accumulation}"
         lines.append(f"| {model} | {batch_words} | {parallelism} | {reduction} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -31,7 +31,7 @@ def resolve_settings(config: RunConfig, rates: Rates) -> RunConfig:
     card = find_gpu(rates.gpu)
     if generation(card) != "hopper":
         config = without_matmuls(config)
-    if card.is_pcie and config.communication.reduction == "auto":
+    if not card.joins_all and config.communication.reduction == "auto":
         config = with_reduction(config, "collective")
     return resolve_auto(config, rates.memory_gib)
 

@@ -94,6 +94,32 @@ def test_auto_that_sums_otherwise_on_several_nodes_is_one_series():
     assert [(point.series, point.world_size) for point in points] == [("a", 1), ("a", 8), ("a", 16)]
 
 
+def test_series_of_runs_that_asked_for_collectives_are_named_by_what_both_have():
+    """Two cards joined by another stage's run, whose reduction is not today's usual; `auto` chose another attention."""
+
+    def log(name, world_size, attention):
+        asked = {"communication": {"reduction": "collective"}, "attention": "auto"}
+        made = make_run_log(name=name, world_size=world_size, parallelism="ddp", step_time_s=1.0, **asked)
+        made.used["attention"] = Choice(requested="auto", used=attention, reason="measured")
+        made.used["reduction"] = Choice(requested="collective", used="collective")
+        return made
+
+    logs = [log("scaling/a-gpus1", 1, "cudnn"), log("scaling/a-gpus2", 2, "fa3"), log("baseline/b", 2, "cudnn")]
+    points = scaling_points({log.name: measure(log, None) for log in logs})
+    found = sorted((point.series, point.world_size) for point in points)
+    assert found == [("a (attention cudnn)", 1), ("a (attention cudnn)", 2), ("a (attention fa3)", 2)]
+
+
+def test_fsdp_starts_with_the_process_that_captures_what_it_cannot():
+    alone = make_run_log(name="scaling/a-gpus1", parallelism="none", cuda_graphs=True, step_time_s=1.0)
+    sharded = make_run_log(
+        name="scaling/a-gpus2-x", world_size=2, parallelism="fsdp", cuda_graphs=True, step_time_s=1.25
+    )
+    sharded.used["cuda_graphs"] = Choice(requested="true", used="false", reason="fsdp allocates")
+    points = scaling_points({log.name: measure(log, None) for log in (alone, sharded)})
+    assert [(point.series, point.world_size) for point in points] == [("a-x", 1), ("a-x", 2)]
+
+
 def test_a_case_of_one_process_makes_no_series_of_other_stages_runs():
     logs = [make_run_log(name="scaling/a-gpus1", parallelism="none", step_time_s=1.0)]
     for name, parallelism, communication in (

@@ -26,6 +26,12 @@ def test_every_form_is_timed_alone_and_beside_matmuls(tmp_path: Path, capfd: pyt
     assert capfd.readouterr().out.count("\n| matmuls and") == 3
 
 
+def test_sums_of_many_calls_stay_finite(tmp_path: Path) -> None:
+    """Two ranks double what they sum: in place, 140 times over would leave float32."""
+    assert exchange.main([*SMALL[:-1], "40", "--json", str(tmp_path / "rows.json")]) == 0
+    assert json.loads((tmp_path / "rows.json").read_text())["finite"]
+
+
 def scale(sums: exchange.Sums, bucket: torch.Tensor) -> None:
     bucket.mul_(1.1)
 
@@ -47,5 +53,10 @@ def test_wrong_sums_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_what_cannot_be_measured_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert exchange.main([*SMALL, "--gpus", "1"]) == 1
     assert "--gpus: found 1" in capsys.readouterr().err
+    assert exchange.main([*SMALL, "--json", "/nowhere/rows.json"]) == 1
+    assert "--json: /nowhere is no folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        exchange.main([*SMALL, "--seq-len", "0"])
+    assert "found 0; give a number of 1 and more" in capsys.readouterr().err
     assert exchange.main([*SMALL[2:], "--model", "llama2-huge"]) == 1
     assert "no model preset 'llama2-huge'" in capsys.readouterr().err

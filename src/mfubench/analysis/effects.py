@@ -43,7 +43,16 @@ class Effect:
 
 
 # What `communication.reduction: auto` goes by: where they differ, how gradients are summed only follows.
-DECIDES_REDUCTION = {"parallelism", "communication.reduce_dtype", "nnodes", "world_size"}
+DECIDES_REDUCTION = {
+    "parallelism",
+    "communication.reduce_dtype",
+    "communication.shard_ranks",
+    "communication.reshard_after_forward",
+    "kernels.weight_gradient",
+    "memory_cap_gib",
+    "nnodes",
+    "world_size",
+}
 
 
 def settings_that_ran(log: RunLog) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mfubench.analysis.statistics import Interval, difference
 from mfubench.config import CommunicationConfig, RunConfig
 from mfubench.run_log import RunLog
 
-WORLD_SIZE_SUFFIX = re.compile(r"-gpus\d+$")
+WORLD_SIZE = re.compile(r"-gpus\d+(?=-|$)")
 MANY_OF_ONE = "ddp"  # what a run without parallelism becomes on more than one GPU
 
 
@@ -87,7 +87,7 @@ def series_of(measures: dict[str, Measures]) -> dict[str, dict[int, list[Measure
         scaling = [run.log.config for run in runs if run.log.config.stage == "scaling"]
         scaling.sort(key=lambda config: config.world_size == 1)  # what one process is called may stand for several
         if scaling:
-            named.setdefault(WORLD_SIZE_SUFFIX.sub("", scaling[0].case), {})[key] = runs
+            named.setdefault(WORLD_SIZE.sub("", scaling[0].case), {})[key] = runs
 
     series: dict[str, dict[int, list[Measures]]] = {}
     for name, groups in sorted(named.items()):
@@ -104,7 +104,7 @@ def what_differs(key: str, keys: Sequence[str]) -> str:
     differing = [
         f"{setting} {value}"
         for setting, value in own.items()
-        if any(other.get(setting) != value for other in all_of_them)
+        if any(setting in other and other[setting] != value for other in all_of_them)
     ]
     return f" ({', '.join(differing)})" if differing else ""
 
@@ -125,18 +125,20 @@ def start_with_one_process(by_settings: dict[str, list[Measures]]) -> None:
 
 
 def is_usual(config: RunConfig) -> bool:
-    return config.parallelism == MANY_OF_ONE and config.communication == CommunicationConfig()
+    usual = CommunicationConfig(reduction=config.communication.reduction)
+    return config.parallelism == MANY_OF_ONE and config.communication == usual
 
 
 def series_key(log: RunLog) -> str:
     """Equal for runs that differ in the number of processes alone; one has nothing to do in parallel.
 
-    How gradients are summed counts as asked for: `auto` of one series may sum otherwise on several nodes than on one.
+    How gradients are summed and whether graphs are captured counts as asked for: `auto` of one series may sum otherwise
+    on several nodes than on one, and fsdp captures nothing, which one process with the same settings does.
     """
     settings = settings_that_ran(log)
     settings.pop("world_size")
     settings.pop("nnodes")
-    settings["communication.reduction"] = log.config.communication.reduction
+    settings |= {"communication.reduction": log.config.communication.reduction, "cuda_graphs": log.config.cuda_graphs}
     alone = log.config.world_size == 1
     return json.dumps({key: value for key, value in settings.items() if not (alone and parallel(key))}, sort_keys=True)
 

@@ -115,6 +115,7 @@ def group_of(log: RunLog) -> tuple:
     not_the_work = (*NOT_COMPARED, *RECORDED, "world_size", "nnodes", "global_batch_size", "max_iters", "optimizer")
     settings = {key: value for key, value in asked.items() if key not in not_the_work}
     used = {key: choice.used for key, choice in log.used.items() if key not in ("parallelism", "reduction")}
+    used["cuda_graphs"] = str(log.config.cuda_graphs)  # as asked for: fsdp captures nothing, one process does
     words = [json.dumps(values, sort_keys=True) for values in (settings, used, parallel)]
     return words[0], words[1], machine_of(log), ALONE if log.config.world_size == 1 else words[2]
 

@@ -11,15 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from mfubench.config import ConfigError, OptimizerConfig, RunConfig
+from mfubench.config import OptimizerConfig, RunConfig
 from mfubench.decisions import ROW_MULTIPLE, WITHOUT_WHOLE_GRADIENTS, may_exchange, no_exchange
-from mfubench.hardware import find_gpu
 from mfubench.model import resolve_attention, resolve_loss
 from mfubench.model.decoder import DTYPES
 from mfubench.model.operations import Operations, join_split_and_attention, not_running, resolve_operations
 from mfubench.model.weight_gradient import add_product
 from mfubench.run_log import Choice
-from mfubench.train.exchange import missing_on
+from mfubench.train.exchange import missing_on, not_by_itself
 from mfubench.train.fsdp import no_whole_gradients
 from mfubench.train.parallel import Piece
 from mfubench.train.process import Process
@@ -198,23 +197,15 @@ def resolve_fp8(config: RunConfig, device: torch.device) -> Choice:
 
 def resolve_reduction(config: RunConfig, process: Process, weight_gradient: str) -> Choice:
     wanted, obstacle = config.communication.reduction, no_exchange(config)
-    if not may_exchange(config) or (wanted == "auto" and not process.on_cuda):
-        return Choice(requested=wanted, used="collective", reason=obstacle if config.world_size > 1 else None)
+    if wanted == "collective" or config.world_size == 1:
+        return Choice(requested=wanted, used="collective", reason=obstacle if wanted == "exchange" else None)
+    if wanted == "auto" and obstacle is None:
+        obstacle = not_by_itself(config, process.device)
     if obstacle is None and config.parallelism == "fsdp" and weight_gradient != "accumulate":
         obstacle = WITHOUT_WHOLE_GRADIENTS
-    if wanted == "auto" and over_pcie(process.device):
-        obstacle = "over PCIe nobody has measured whether it is faster"
-    if process.on_cuda and no_exchange(config) is None:  # as all ranks know: the rest of them ask, too
-        obstacle = missing_on(process, obstacle)
+    if process.on_cuda and no_exchange(config) is None and (wanted == "exchange" or may_exchange(config)):
+        obstacle = missing_on(process, obstacle)  # all ranks ask, also those that know of an obstacle
     return Choice(requested=wanted, used="collective" if obstacle else "exchange", reason=obstacle)
-
-
-def over_pcie(device: torch.device) -> bool:
-    """Whether config/hardware.yaml says so of this kind of card."""
-    try:
-        return find_gpu(torch.cuda.get_device_name(device)).is_pcie
-    except ConfigError:
-        return False
 
 
 def resolve_weight_gradient(

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mfubench.decisions import EXCHANGE_SLOTS, GIB
+from mfubench.config import ConfigError, RunConfig
+from mfubench.decisions import EXCHANGE_SLOTS, EXCHANGES_BY_ITSELF, GIB
+from mfubench.hardware import find_gpu
 
 if TYPE_CHECKING:
     from mfubench.train.process import Process
@@ -29,6 +31,20 @@ OLDEST_NCCL, OLDEST_DRIVER = (2, 28), 12050
 FAILURES = (RuntimeError, AttributeError, TypeError, AssertionError, ImportError)  # of what torch or NCCL cannot do
 # All symmetric memory, kept to the end: NCCL does not forget what is freed, and new memory may lie in its place.
 _symmetric: list[Tensor] = []
+
+
+def not_by_itself(config: RunConfig, device: torch.device) -> str | None:
+    """Why `auto` does not choose an exchange here: it takes one for what was measured to be faster."""
+    if config.parallelism not in EXCHANGES_BY_ITSELF:
+        return f"{config.parallelism} sums by exchange where it is asked to"
+    if device.type != "cuda":
+        return "no CUDA"
+    name = torch.cuda.get_device_name(device)
+    try:
+        linked = find_gpu(name).joins_all
+    except ConfigError:
+        return f"config/hardware.yaml does not know how cards of the kind {name} are linked"
+    return None if linked else f"{name}: nobody has measured whether it is faster over PCIe and bridges"
 
 
 def take_no_thread_blocks() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mfubench.config import ConfigError, RunConfig
 from mfubench.decisions import may_exchange
 from mfubench.run_log import write_text_atomically
-from mfubench.train.exchange import take_no_thread_blocks
+from mfubench.train.exchange import not_by_itself, take_no_thread_blocks
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def start_process(config: RunConfig, timeout_s: float) -> Process:
         if store is not None:
             places = {"rank": rank, "world_size": world_size, "store": store}
         if device.type == "cuda":
-            if may_exchange(config):
+            asked = config.communication.reduction == "exchange"
+            if asked or (may_exchange(config) and not_by_itself(config, device) is None):
                 take_no_thread_blocks()
             dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, timeout=timeout, **places)
             _host_group = dist.new_group(backend="gloo", timeout=timeout)
