@@ -13,7 +13,7 @@ from mfubench.config import CommunicationConfig, ConfigError, RunConfig, parse
 from mfubench.decisions import no_exchange
 from mfubench.model import build_model
 from mfubench.train.buckets import plan_buckets
-from mfubench.train.exchange import Exchange, missing_here
+from mfubench.train.exchange import Exchange, missing_here, not_by_itself
 from mfubench.train.fsdp import FsdpEngine
 from mfubench.train.gathers import WeightGathers
 from mfubench.train.process import Process
@@ -193,6 +193,23 @@ def test_what_forbids_an_exchange_has_a_reason():
     ):
         found = no_exchange(tiny_config(**allowed | change))
         assert found is not None and reason in found
+
+
+def test_auto_exchanges_over_links_that_join_all_cards(monkeypatch):
+    config, card = tiny_config(world_size=2, parallelism="ddp"), torch.device("cuda", 0)
+    for name, words in (
+        ("NVIDIA H200", None),
+        ("NVIDIA B200", None),
+        ("NVIDIA A10", "over PCIe and bridges"),
+        ("NVIDIA H100 PCIe", "over PCIe and bridges"),
+        ("NVIDIA X9000", "does not know how cards of the kind NVIDIA X9000 are linked"),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        found = not_by_itself(config, card)
+        assert found is None if words is None else words in found
+    sharded = tiny_config(world_size=2, parallelism="fsdp")
+    assert not_by_itself(sharded, card) == "fsdp sums by exchange where it is asked to"
+    assert not_by_itself(config, torch.device("cpu")) == "no CUDA"
 
 
 def test_cards_that_cannot_exchange_say_why(monkeypatch):
