@@ -163,18 +163,20 @@ def test_a_step_without_any_mark_is_the_whole_trace():
     assert break_down_rank(cut(kineto)).step_s == pytest.approx(1300e-6)
 
 
+def step_of_rank(rank: int, matmul_ends: float, sends: str, begins: float, stream: int, cat: str) -> CutStep:
+    """A matmul from 100 us on, communication until 400, the optimizer until 500."""
+    kineto = Kineto()
+    kineto.step(0, 90)
+    kineto.launch(GEMM, 10, 100, matmul_ends)
+    kineto.launch(sends, 20, begins, 400, stream, cat=cat)
+    kineto.launch(ADAM, 30, 400, 500)
+    return cut(kineto, rank)
+
+
 def test_the_rank_that_the_others_wait_for_is_named():
     """Two ranks: the second comes 150 us late to the collective, so the first one's kernel lasts that much longer."""
-
-    def rank_step(rank: int, matmul: float) -> CutStep:
-        kineto = Kineto()
-        kineto.step(0, 90)
-        kineto.launch(GEMM, 10, 100, 100 + matmul)
-        kineto.launch(ALL_REDUCE, 20, 100 + matmul, 400, NCCL_STREAM)
-        kineto.launch(ADAM, 30, 400, 500)
-        return cut(kineto, rank)
-
-    found = break_down(make_trace("scaling/two", [rank_step(0, 100), rank_step(1, 250)]))
+    steps = [step_of_rank(rank, end, ALL_REDUCE, end, NCCL_STREAM, "kernel") for rank, end in enumerate((200, 350))]
+    found = break_down(make_trace("scaling/two", steps))
     assert found is not None
     assert [round((rank.waiting_s or 0) * 1e6) for rank in found.ranks] == [150, 0]
     assert found.slowest.rank == 1
@@ -183,16 +185,9 @@ def test_the_rank_that_the_others_wait_for_is_named():
 
 def test_the_rank_that_exchanges_wait_for_is_named():
     """Nothing runs on the first rank while the second one computes; both copy at the same time."""
-
-    def rank_step(rank: int, matmul: float) -> CutStep:
-        kineto = Kineto()
-        kineto.step(0, 90)
-        kineto.launch(GEMM, 10, 100, 100 + matmul)
-        kineto.launch("Memcpy PtoP (Device -> Device)", 20, 260, 400, COPIES, cat="gpu_memcpy")
-        kineto.launch(ADAM, 30, 400, 500)
-        return cut(kineto, rank)
-
-    found = break_down(make_trace("scaling/two", [rank_step(0, 100), rank_step(1, 150)]))
+    copy = "Memcpy PtoP (Device -> Device)"
+    steps = [step_of_rank(rank, end, copy, 260, COPIES, "gpu_memcpy") for rank, end in enumerate((200, 250))]
+    found = break_down(make_trace("scaling/two", steps))
     assert found is not None
     assert [round((rank.waiting_s or 0) * 1e6) for rank in found.ranks] == [50, 0]
     assert found.slowest.rank == 1

@@ -203,7 +203,7 @@ def resolve_reduction(config: RunConfig, process: Process, weight_gradient: str)
         obstacle = not_by_itself(config, process.device)
     if obstacle is None and config.parallelism == "fsdp" and weight_gradient != "accumulate":
         obstacle = WITHOUT_WHOLE_GRADIENTS
-    if process.on_cuda and no_exchange(config) is None and (wanted == "exchange" or may_exchange(config)):
+    if process.on_cuda and no_exchange(config) is None and may_exchange(config):
         obstacle = missing_on(process, obstacle)  # all ranks ask, also those that know of an obstacle
     return Choice(requested=wanted, used="collective" if obstacle else "exchange", reason=obstacle)
 

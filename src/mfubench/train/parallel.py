@@ -130,8 +130,10 @@ class FlatEngine:
 
     def owned_range(self, bucket: Bucket) -> tuple[int, int]:
         """Start and end, in the flat buffers, of the part of a bucket whose masters this rank keeps."""
-        if not self.sharded:
-            return bucket.start, bucket.end
+        return self.share_of(bucket) if self.sharded else (bucket.start, bucket.end)
+
+    def share_of(self, bucket: Bucket) -> tuple[int, int]:
+        """Start and end, in the flat buffers, of this rank's share of a bucket, whether it owns that alone or not."""
         size = (bucket.end - bucket.start) // self.process.world_size
         start = bucket.start + self.process.rank * size
         return start, start + size
@@ -242,9 +244,9 @@ class FlatEngine:
             self.sent += 1
 
     def part_of(self, bucket: Bucket) -> Tensor:
-        """One rank's share of a bucket's gradients, whether it owns that alone or not."""
-        size = (bucket.end - bucket.start) // self.process.world_size
-        return self.gradient[bucket.start + self.process.rank * size :][:size]
+        """The gradients of `share_of`."""
+        start, end = self.share_of(bucket)
+        return self.gradient[start:end]
 
     def reduce(self, bucket: Bucket) -> Any:
         """Begin summing a bucket's gradients over the ranks; NCCL does it on a stream of its own."""
