@@ -99,7 +99,7 @@ def draw_scaling(path: Path, rows: Sequence[dict[str, Any]]) -> None:
                     panel.plot([100 * found["low"], 100 * found["high"]], [place, place], color=colour, linewidth=1.2)
                 number = f"{format_percent(found['median'])}  "
                 panel.text(100 * leftmost, place, number, va="center", ha="right", size=8.5)
-            panel.set_yticks(range(len(shown)), [row["arm"].replace(":", ", ") for row in reversed(shown)])
+            panel.set_yticks(range(len(shown)), list(reversed(arm_labels(shown))))
             panel.set_title(f"accumulation {accumulation}, {cards} GPUs", loc="left", size=9)
             panel.axvline(100, color=LIGHT.muted, linewidth=0.8)
             panel.margins(x=0.25)
@@ -107,6 +107,17 @@ def draw_scaling(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         for panel in axes:  # they share their axis, whose ends are known now
             panel.set_xlabel(with_start("% of the cards' own rate", panel.get_xlim()[0]))
         figure.savefig(path, metadata={"Software": "mfubench"})
+
+
+def arm_labels(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The arms' names, with the micro-batch where that is not the same for all."""
+    alike = len({row["micro_batch_size"] for row in rows}) == 1
+    names = [row["arm"].replace(":", ", ") for row in rows]
+    return (
+        names
+        if alike
+        else [f"{name}, micro-batch {row['micro_batch_size']}" for name, row in zip(names, rows, strict=True)]
+    )
 
 
 def label_of(row: dict[str, Any]) -> str:

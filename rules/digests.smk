@@ -54,6 +54,8 @@ CEILINGS_CODE = code_digest(
         SOURCE / "ceilings",
         SOURCE / "model" / "attention.py",
         SOURCE / "model" / "attention_kernels.py",
+        SOURCE / "train" / "exchange.py",
+        SOURCE / "train" / "process.py",
     ]
 )
 SHARED_ANALYSIS = (

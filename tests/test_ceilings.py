@@ -10,6 +10,7 @@ import torch
 from factories import make_model
 
 from mfubench.ceilings import Ceilings, read_ceilings
+from mfubench.ceilings.collectives import measure_exchange, run_ranks
 from mfubench.ceilings.kernels import model_linears
 from mfubench.ceilings.measure import main
 from mfubench.config import ConfigError
@@ -88,6 +89,15 @@ def test_collectives_between_two_processes(tmp_path: Path) -> None:
         assert rate.backend == "gloo" and rate.world_size == 2
         share = 1.0 if rate.operation == "all_reduce" else 0.5  # 2 (n-1)/n and (n-1)/n of two
         assert rate.bus_gb_s == pytest.approx(rate.bytes / rate.time_s / 1e9 * share)
+
+
+@pytest.mark.slow
+def test_an_exchange_between_two_processes() -> None:
+    rates, problem = run_ranks(measure_exchange, 2, "cpu", 0.1)
+    assert problem is None
+    assert [(rate.operation, rate.bytes) for rate in rates] == [("exchange", 2**18), ("exchange", 2**22)]
+    for rate in rates:
+        assert rate.bus_gb_s == pytest.approx(rate.bytes / rate.time_s / 1e9)
 
 
 def test_bad_requests_are_told() -> None:

@@ -253,7 +253,7 @@ def measured_rates(rates: Rates, ceilings: Ceilings, config: RunConfig) -> Rates
     if attention:
         changes["attention"] = {**rates.attention, **attention}
     local = config.world_size // config.nnodes
-    collectives = [rate for rate in ceilings.collectives if rate.backend == "nccl"]
+    collectives = [rate for rate in ceilings.collectives if rate.backend == "nccl" and rate.operation != "exchange"]
     same = [rate for rate in collectives if rate.world_size == local] or collectives
     if same and local > 1:
         changes["link_gb_s"] = max(same, key=lambda rate: rate.bytes).bus_gb_s

@@ -84,6 +84,16 @@ def test_ideal_times_by_hand(profiled: Profiled):
     assert profiled.ideals.collectives_s == pytest.approx(2 * 7 / 8 * 4 * 1_294_159_104 / 447e9)
 
 
+@pytest.mark.parametrize(("reduction", "gb_s"), [("collective", 447), ("exchange", 350)])
+def test_what_runs_send_is_held_against_the_rate_of_what_sums_their_gradients(reduction, gb_s, profiled, found):
+    log, ceilings = profiled.judged.log, found.study.ceilings
+    exchange = ceilings.collectives[0].model_copy(update={"operation": "exchange", "bus_gb_s": 350})
+    both = ceilings.model_copy(update={"collectives": [exchange, *ceilings.collectives]})
+    choice = Choice(requested="auto", used=reduction)
+    judged = replace(profiled.judged, log=log.model_copy(update={"used": log.used | {"reduction": choice}}))
+    assert ideals_of(judged, both).collectives_s == pytest.approx(2 * 7 / 8 * 4 * 1_294_159_104 / (gb_s * 1e9))
+
+
 def test_gradients_reduced_in_bfloat16_are_half_the_bytes_and_are_cast(profiled: Profiled, found: Findings):
     log = profiled.judged.log
     rounded = log.config.model_copy(update={"communication": CommunicationConfig(reduce_dtype="bfloat16")})

@@ -308,6 +308,11 @@ def test_scaling_compares_with_the_same_cards_alone(tmp_path, monkeypatch):
     assert "missing: not installed" in scaling.table([ddp, zero1, torchtitan])
     (panel,) = drawn(monkeypatch, lambda path: figure.draw_scaling(path, [ddp, zero1, torchtitan])).axes
     assert {label.get_text() for label in panel.get_yticklabels()} >= {"mfubench, ddp", "mfubench, zero1"}
+    (panel,) = drawn(monkeypatch, lambda path: figure.draw_scaling(path, [ddp, zero1 | {"micro_batch_size": 4}])).axes
+    assert [label.get_text() for label in panel.get_yticklabels()] == [
+        "mfubench, zero1, micro-batch 4",
+        "mfubench, ddp, micro-batch 8",
+    ]
     figure.draw_scaling(tmp_path / "none.png", [torchtitan])
     assert (tmp_path / "none.png").stat().st_size > 1000
 

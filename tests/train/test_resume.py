@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+import torch
 from train.train_runs import finish_run, losses, run, run_arguments, run_here, start_run, tiny_config
 
 from mfubench.audit import audit_paths
@@ -90,6 +91,31 @@ def test_the_same_batch_may_be_split_in_another_way_and_the_rate_is_the_new_ones
     assert [step.phase for step in log.steps] == ["warmup"] * 10 + ["measured"] * 10
     assert objections(work) == set()
     assert "1 micro-step per process" in audit_paths([work / "run.json"]).to_text()
+
+
+@pytest.fixture
+def set_threads():
+    """Sets the threads of torch, which make a CPU another machine."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_steps_of_another_machine_are_warm_up(set_threads, data, tmp_path):
+    set_threads(2)
+    run_here(tiny_config(max_iters=8, checkpoint={"at_end": True}), data, tmp_path)
+    set_threads(1)
+    log = run_here(tiny_config(), data, tmp_path)
+    assert [step.phase for step in log.steps] == ["warmup"] * 10 + ["measured"] * 10
+    assert objections(tmp_path) == set()
+
+
+def test_a_run_that_is_complete_is_not_reported_as_of_another_machine(set_threads, data, tmp_path):
+    set_threads(2)
+    run_here(tiny_config(checkpoint={"at_end": True}), data, tmp_path)
+    set_threads(1)
+    with pytest.raises(AssertionError, match=r"all 20 steps are done, but not as .*machine: .*2 threads.*1 threads"):
+        run_here(tiny_config(), data, tmp_path)
 
 
 def test_keep_last_and_keep_all(data, tmp_path):

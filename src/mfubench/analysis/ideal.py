@@ -149,15 +149,21 @@ def memory_traffic(config: RunConfig) -> dict[str, float]:
 
 
 def bus_time(config: RunConfig, ceilings: Ceilings) -> dict[str, float]:
-    """All of a step's collectives at the bus rate that was measured with as many ranks and the largest buffer."""
+    """All that a step sends between GPUs at the bus rate that was measured with as many ranks and the largest buffer.
+
+    The rate is that of the operation which sums the run's gradients, or of another where that was not measured.
+    """
     ranks = config.world_size
     rates = [one for one in ceilings.collectives if one.world_size == ranks]
     if ranks == 1 or not rates:
         return {}
-    gb_s = max(rates, key=lambda one: one.bytes).bus_gb_s
+    summed_by = "all_reduce" if config.parallelism == "ddp" else "reduce_scatter"
+    if config.communication.reduction == "exchange":
+        summed_by = "exchange"
+    gb_s = max(rates, key=lambda one: (one.operation == summed_by, one.bytes)).bus_gb_s
     parameters = count_parameters(config.model).total
     share = (ranks - 1) / ranks
-    moved = 2 * share * parameters * reduced_bytes(config)  # all-reduce: scatter and gather
+    moved = 2 * share * parameters * reduced_bytes(config)  # a sum that all have: scatter and gather
     if config.parallelism in ("zero1", "fsdp"):
         moved = share * parameters * (reduced_bytes(config) + ELEMENT_BYTES[config.dtype])
     return {"collectives_s": moved / (gb_s * 1e9)}

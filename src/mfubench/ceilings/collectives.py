@@ -1,4 +1,4 @@
-"""Bus bandwidth of all-reduce and reduce-scatter between processes of this node: NCCL, or gloo on a CPU."""
+"""Bus bandwidth of all-reduce, reduce-scatter and exchange between processes of this node: NCCL, or gloo on a CPU."""
 
 from __future__ import annotations
 
@@ -11,47 +11,58 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch import Tensor
 
-from mfubench.ceilings.schema import CollectiveRate
+from mfubench.ceilings.schema import CollectiveRate, Operation
+from mfubench.config import CommunicationConfig
+from mfubench.train.exchange import Exchange, missing_on, symmetric_zeros, take_no_thread_blocks
+from mfubench.train.process import Process
 
 MIB = 2**20
 SIZES = {"cuda": (MIB, 16 * MIB, 128 * MIB, 512 * MIB), "cpu": (MIB // 4, 4 * MIB)}
 TIMEOUT_S = 120.0
 ROUNDS = 3  # timed; one more warms up
 
-Operation = Literal["all_reduce", "reduce_scatter"]
+Device = Literal["cuda", "cpu"]
+Measure = Callable[[Process, float], list[CollectiveRate] | str]
 
 
 def measure_collectives(
-    world_sizes: list[int], device_type: Literal["cuda", "cpu"], seconds: float
+    world_sizes: list[int], device_type: Device, seconds: float
 ) -> tuple[list[CollectiveRate], dict[str, str]]:
-    """Rates for each world size above 1, and for those that could not be measured the reason."""
+    """Rates for each world size above 1, and for those that could not be measured the reason.
+
+    Processes of their own measure the exchange: what keeps NCCL from taking thread blocks holds for all a process does.
+    """
     rates: list[CollectiveRate] = []
     skipped: dict[str, str] = {}
     for world_size in sorted({size for size in world_sizes if size > 1}):
         if device_type == "cuda" and world_size > torch.cuda.device_count():
-            skipped[str(world_size)] = f"{torch.cuda.device_count()} cards are visible"
+            skipped[f"collectives over {world_size}"] = f"{torch.cuda.device_count()} cards are visible"
             continue
-        found, problem = run_ranks(world_size, device_type, seconds)
-        rates += found
-        if problem:
-            skipped[str(world_size)] = problem
+        for what, measure in (("collectives", measure_by_kernels), ("exchange", measure_exchange)):
+            if what == "exchange" and device_type == "cpu":
+                continue  # it exists for the copy engines of GPUs
+            found, problem = run_ranks(measure, world_size, device_type, seconds)
+            rates += found
+            if problem:
+                skipped[f"{what} over {world_size}"] = problem
     return rates, skipped
 
 
 def run_ranks(
-    world_size: int, device_type: Literal["cuda", "cpu"], seconds: float
+    measure: Measure, world_size: int, device_type: Device, seconds: float
 ) -> tuple[list[CollectiveRate], str | None]:
-    """Start the ranks, wait for them, and read what rank 0 wrote."""
+    """Start the ranks, wait for them, and read what rank 0 wrote: rates, or in words what there are none for."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         ranks = [
-            context.Process(target=run_rank, args=(rank, world_size, device_type, seconds, folder))
+            context.Process(target=run_rank, args=(measure, rank, world_size, device_type, seconds, folder))
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -68,56 +79,90 @@ def run_ranks(
             return [], f"not finished after {TIMEOUT_S:.0f} s"
         if not result.exists():
             return [], f"the ranks ended with exit codes {[process.exitcode for process in ranks]}"
-        return [CollectiveRate(**rate) for rate in json.loads(result.read_text(encoding="utf-8"))], None
+        found = json.loads(result.read_text(encoding="utf-8"))
+        return ([], found) if isinstance(found, str) else ([CollectiveRate(**rate) for rate in found], None)
 
 
-def run_rank(rank: int, world_size: int, device_type: Literal["cuda", "cpu"], seconds: float, folder: str) -> None:
+def run_rank(measure: Measure, rank: int, world_size: int, device_type: Device, seconds: float, folder: str) -> None:
     """One process: join the others through a file, time each operation and size; rank 0 writes."""
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    backend: Literal["nccl", "gloo"] = "nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
         torch.cuda.set_device(device)
+        if measure is measure_exchange:
+            take_no_thread_blocks()
     else:
         torch.set_num_threads(1)
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=TIMEOUT_S),
         device_id=device if device_type == "cuda" else None,
     )
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning
-    )  # torch 2.13 renames reduce_scatter_tensor, 2.11 has no other
+    warnings.filterwarnings(  # torch 2.13 renames them, 2.11 has no others
+        "ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning
+    )
+    found = measure(Process(rank, world_size, rank, device), seconds)
+    if rank == 0:
+        rates = found if isinstance(found, str) else [rate.model_dump() for rate in found]
+        (Path(folder) / "rates.json").write_text(json.dumps(rates), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def measure_by_kernels(process: Process, seconds: float) -> list[CollectiveRate]:
+    """All-reduce and reduce-scatter as NCCL or gloo make them."""
+    device, ranks = process.device, process.world_size
     # repeated sums in place would grow without bound, and numbers change speed; gloo has no average
-    operator = dist.ReduceOp.AVG if backend == "nccl" else dist.ReduceOp.MAX
-    rates: list[dict[str, Any]] = []
-    for size in SIZES[device_type]:
-        elements = size // 2 // world_size * world_size
-        dtype = torch.bfloat16 if device_type == "cuda" else torch.float16
-        buffer = torch.randn(elements, device=device).to(dtype)
-        shard = torch.empty(elements // world_size, device=device, dtype=dtype)
+    operator = dist.ReduceOp.AVG if process.on_cuda else dist.ReduceOp.MAX
+    dtype = torch.bfloat16 if process.on_cuda else torch.float16
+    rates = []
+    for size in SIZES[process.device.type]:
+        buffer = torch.randn(size // 2 // ranks * ranks, device=device).to(dtype)
+        shard = torch.empty(len(buffer) // ranks, device=device, dtype=dtype)
         operations: dict[Operation, Callable[[], object]] = {
             "all_reduce": partial(dist.all_reduce, buffer, op=operator),
             "reduce_scatter": partial(dist.reduce_scatter_tensor, shard, buffer, op=operator),
         }
         for operation, call in operations.items():
-            time_s = time_of_call(call, device, seconds)
-            share = (world_size - 1) / world_size  # of the buffer that crosses the link, once or twice
-            rates.append(
-                CollectiveRate(
-                    operation=operation,
-                    backend=backend,
-                    world_size=world_size,
-                    bytes=elements * 2,
-                    time_s=time_s,
-                    bus_gb_s=elements * 2 / time_s / 1e9 * share * (2 if operation == "all_reduce" else 1),
-                ).model_dump()
-            )
-    if rank == 0:
-        (Path(folder) / "rates.json").write_text(json.dumps(rates), encoding="utf-8")
-    dist.destroy_process_group()
+            rates.append(rate_of(operation, buffer, process, time_of_call(call, device, seconds)))
+    return rates
+
+
+def measure_exchange(process: Process, seconds: float) -> list[CollectiveRate] | str:
+    """Sums by copy engines as runs make them, in buckets of the usual size; in words why these cards make none."""
+    device, ranks = process.device, process.world_size
+    if process.on_cuda and (obstacle := missing_on(process)) is not None:
+        return obstacle
+    if process.on_cuda:
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one would wait for all others
+    bucket = int(CommunicationConfig().bucket_mb * 1e6) // 4 // ranks * ranks
+    exchange = Exchange(bucket, ranks, device)
+    rates = []
+    for size in SIZES[process.device.type]:
+        buffer = symmetric_zeros(size // 4 // ranks * ranks, torch.float32, device)  # sums of others would grow
+
+        def call(buffer: Tensor = buffer) -> None:
+            for whole in buffer.split(bucket):
+                exchange.sum(whole, whole.chunk(ranks)[process.rank], everywhere=True)
+            exchange.finish()
+
+        rates.append(rate_of("exchange", buffer, process, time_of_call(call, device, seconds)))
+    return rates
+
+
+def rate_of(operation: Operation, buffer: Tensor, process: Process, time_s: float) -> CollectiveRate:
+    """Of what crosses a rank's link: its buffer but for its own share, once, or for sums on all ranks twice."""
+    ranks = process.world_size
+    crossings = 1 if operation == "reduce_scatter" else 2
+    return CollectiveRate(
+        operation=operation,
+        backend="nccl" if process.on_cuda else "gloo",
+        world_size=ranks,
+        bytes=buffer.nbytes,
+        time_s=time_s,
+        bus_gb_s=buffer.nbytes / time_s / 1e9 * (ranks - 1) / ranks * crossings,
+    )
 
 
 def time_of_call(call: Callable[[], object], device: torch.device, seconds: float) -> float:

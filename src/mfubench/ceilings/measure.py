@@ -253,7 +253,7 @@ def describe(ceilings: Ceilings) -> str:
     for collective in ceilings.collectives:
         what = f"{collective.operation} over {collective.world_size}, {collective.bytes / 2**20:g} MiB"
         lines.append(f"  {what}: {collective.bus_gb_s:.4g} GB/s bus")
-    lines += [f"  collectives over {size}: not measured: {why}" for size, why in ceilings.collectives_skipped.items()]
+    lines += [f"  {what}: not measured: {why}" for what, why in ceilings.collectives_skipped.items()]
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from mfubench.run_log import read_artifact
 
 Product = Literal["forward", "input_gradient", "weight_gradient"]
 Arithmetic = Literal["bf16", "fp16", "tf32", "fp32"]
+Operation = Literal["all_reduce", "reduce_scatter", "exchange"]
 
 
 Rate = Annotated[float, Field(gt=0)]
@@ -75,9 +76,12 @@ class CardRate(Record):
 
 
 class CollectiveRate(Record):
-    """Bus bandwidth as nccl-tests defines it: comparable with the link, whatever the number of ranks."""
+    """Bus bandwidth as nccl-tests defines it: comparable with the link, whatever the number of ranks.
 
-    operation: Literal["all_reduce", "reduce_scatter"]
+    An exchange moves as many bytes as an all-reduce, by copy engines.
+    """
+
+    operation: Operation
     backend: Literal["nccl", "gloo"]
     world_size: int
     bytes: int  # of the whole buffer of one rank
@@ -104,7 +108,7 @@ class Ceilings(Record):
     copy_rate: CopyRate | None = None
     cards: list[CardRate] = []  # where the machine has several
     collectives: list[CollectiveRate] = []
-    collectives_skipped: dict[str, str] = {}  # world size -> why it could not be measured
+    collectives_skipped: dict[str, str] = {}  # "exchange over 2" and the like -> why it could not be measured
     topology: str | None = None  # `nvidia-smi topo -m`
     telemetry: dict[str, Any] | None = None  # clocks, power, temperature and throttling while measuring
 

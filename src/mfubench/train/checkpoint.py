@@ -8,8 +8,9 @@ any instant leaves the previous checkpoint usable. It holds what torch.distribut
     loss_scale, growth_tracker                   float16's scaler
     rng.cpu.RANK, rng.cuda.RANK                  random states
 
-beside config.json (the RunConfig) and history.json (the run log so far). Since names and shapes do not depend on how
-the run was spread over processes, it can be read at another world size and under another parallelism.
+beside config.json (the RunConfig) and history.json (the run log so far, and the conditions it ran under). Since names
+and shapes do not depend on how the run was spread over processes, it can be read at another world size and under
+another parallelism.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def save(folder: Path, step: int, position: int, state: State, log: RunLog) -> P
     )  # returns when all ranks have written and synchronised their files
     if process.is_main:
         write_text_atomically(temporary / "config.json", state.config.to_json() + "\n")
-        write_json(temporary / "history.json", log.model_dump(mode="json", include={*HISTORY, "dataset"}), indent=None)
+        history = log.model_dump(mode="json", include={*HISTORY, "dataset"})
+        write_json(temporary / "history.json", history | {"conditions": conditions(log)}, indent=None)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         if state.config.checkpoint.keep == "last":
@@ -151,15 +153,17 @@ def restore_random_states(process: Process, tensors: dict[str, Tensor]) -> None:
 def restore_history(path: Path, config: RunConfig, log: RunLog) -> None:
     """Take over the log's lists. Other ranks' times are dropped where there were more or fewer ranks.
 
-    Steps that were computed in another way count as warm-up: their times are no rate of what this run says it is.
+    Steps that were computed in another way, or on another machine, count as warm-up: their times are no rate of what
+    this run says it is.
     """
     history = read_json(path / "history.json")
+    conditions_there = history.pop("conditions", {})
     earlier = RunLog.model_validate_json(json.dumps(log.model_dump(mode="json") | history))
     for name in HISTORY:
         setattr(log, name, getattr(earlier, name))
     if len(log.rank_step_times_s) != config.world_size:
         log.rank_step_times_s = []
-    if computes(saved_config(path)) != computes(config):
+    if computes(saved_config(path)) != computes(config) or any(differing(conditions_there, conditions(log))):
         for step in log.steps:
             if step.phase == "measured":
                 step.phase = "warmup"
@@ -177,6 +181,21 @@ def saved_config(path: Path) -> RunConfig:
 def computes(config: RunConfig) -> dict[str, Any]:
     """What a step is and how it is computed."""
     return config.model_dump(exclude={*BESIDE, "max_iters"})
+
+
+def conditions(log: RunLog) -> dict[str, Any]:
+    """What else a step's time depends on: the cards, torch, and what was used of each choice.
+
+    CUDA graphs are not among them: whether a step can be captured turns out after the first one. A process that says
+    why it fell back says so under the same conditions again.
+    """
+    environment = log.environment
+    if environment.device == "cuda":
+        machine = sorted(f"{gpu.name}, {gpu.power_limit_w or '?'} W" for gpu in environment.gpus)
+    else:
+        machine = [f"{environment.cpu}, {environment.cpu_threads} threads"]
+    used = {name: choice.used for name, choice in log.used.items() if name != "cuda_graphs"}
+    return {"machine": machine, "torch": environment.torch, "used": used}
 
 
 def differing(there: dict[str, Any], here: dict[str, Any], above: str = "") -> Iterator[str]:
@@ -216,4 +235,10 @@ def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
         raise ConfigError(
             f"{path}: all {config.max_iters} steps are done, but with other settings than this run's; what it would "
             f"report is not what was run. Remove {path.parent} (by hand: --anew) to start anew"
+        )
+    there, here = read_json(path / "history.json").get("conditions", {}), conditions(log)
+    if done >= config.max_iters and not config.evaluation.only and (changed := list(differing(there, here))):
+        raise ConfigError(
+            f"{path}: all {config.max_iters} steps are done, but not as they would be done here: {'; '.join(changed)}. "
+            f"What it would report is not what was run. Remove {path.parent} (by hand: --anew) to start anew"
         )
