@@ -55,7 +55,6 @@ CEILINGS_CODE = code_digest(
         SOURCE / "model" / "attention.py",
         SOURCE / "model" / "attention_kernels.py",
         SOURCE / "train" / "exchange.py",
-        SOURCE / "train" / "process.py",
     ]
 )
 SHARED_ANALYSIS = (

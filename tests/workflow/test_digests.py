@@ -91,7 +91,10 @@ EXPORT = {
 CEILINGS = {
     **LEFT_OUT,
     **BESIDE,
+    "decisions.py": "what runs do by themselves: an exchange is measured where it can be had at all",
+    "hardware.py": "the same: which cards exchange by themselves",
     "model/attention_times.py": "which attention `auto` takes: ceilings measure each",
+    "train/process.py": "how ranks find each other",
 }
 TRIALS = "how a search makes its trials, of which the analysis has the results"
 AUDIT = {**LEFT_OUT, "experiments/schema.py": "the form of a study file, which study.json holds expanded"}
