@@ -10,7 +10,7 @@ import torch
 from factories import make_model
 
 from mfubench.ceilings import Ceilings, read_ceilings
-from mfubench.ceilings.collectives import measure_exchange, run_ranks
+from mfubench.ceilings.collectives import measure_collectives, measure_exchange, run_ranks
 from mfubench.ceilings.kernels import model_linears
 from mfubench.ceilings.measure import main
 from mfubench.config import ConfigError
@@ -98,6 +98,17 @@ def test_an_exchange_between_two_processes() -> None:
     assert [(rate.operation, rate.bytes) for rate in rates] == [("exchange", 2**18), ("exchange", 2**22)]
     for rate in rates:
         assert rate.bus_gb_s == pytest.approx(rate.bytes / rate.time_s / 1e9)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_cards_are_measured_by_collectives_and_by_exchange_or_say_why_not() -> None:
+    rates, skipped = measure_collectives([2], "cuda", 0.2)
+    found = {rate.operation for rate in rates}
+    assert found >= {"all_reduce", "reduce_scatter"}
+    assert ("exchange" in found) != ("exchange over 2" in skipped)
+    for rate in rates:
+        print(rate.operation, rate.bytes, f"{rate.bus_gb_s:.0f} GB/s")
 
 
 def test_bad_requests_are_told() -> None:
