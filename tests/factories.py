@@ -324,6 +324,11 @@ def make_run_log(
     return RunLog(**(fields | log_fields))
 
 
+def with_threads(log: RunLog, cpu_threads: int) -> RunLog:
+    """The run as if its processes had had as many threads."""
+    return log.model_copy(update={"environment": log.environment.model_copy(update={"cpu_threads": cpu_threads})})
+
+
 def make_ceilings(device: str, arithmetic: str, tflops: float) -> Ceilings:
     """Ceilings that hold one large matmul."""
     rate = MatmulRate(

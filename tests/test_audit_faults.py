@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from factories import ATTENTION_KERNELS, make_model, make_run_log
+from factories import ATTENTION_KERNELS, make_model, make_run_log, with_threads
 
 from mfubench.audit import audit_run, audit_study
 from mfubench.audit.run import judge_run
@@ -634,6 +634,14 @@ def test_arms_with_other_data_or_machines_differ_in_work() -> None:
     assert codes_of_study(a, repeated_words) == {a.name: {"workloads_differ"}, b.name: {"workloads_differ"}}
     other_card = make_run_log(name=b.name, compile="model", gpu_name="NVIDIA H200")
     assert codes_of_study(a, other_card) == {a.name: {"workloads_differ"}, b.name: {"workloads_differ"}}
+    gpus = [gpu.model_copy(update={"power_limit_w": 500.0}) for gpu in b.environment.gpus]
+    capped = b.model_copy(update={"environment": b.environment.model_copy(update={"gpus": gpus})})
+    assert codes_of_study(a, capped) == {a.name: {"workloads_differ"}, b.name: {"workloads_differ"}}
+
+
+def test_arms_with_other_threads_on_a_cpu_differ_in_work() -> None:
+    logs = [with_threads(make_run_log(name=f"ablations/{threads}", device="cpu"), threads) for threads in (2, 3)]
+    assert codes_of_study(*logs) == {log.name: {"workloads_differ"} for log in logs}
 
 
 def test_repeats_and_grids_are_no_fault() -> None:

@@ -186,6 +186,7 @@ class Wall(Record):
 class Resume(Record):
     step: Count  # steps that were already done
     at: str  # ISO 8601, UTC
+    changed: list[str] = []  # what they ran with and on, where it is not the same: they count as warm-up
 
 
 class RunLog(Record):
@@ -227,6 +228,15 @@ class RunLog(Record):
         if largest > LARGEST:
             raise ValueError("the configuration's sizes multiply to more than 64 bits hold")
         return self
+
+    def demoted(self) -> str | None:
+        """Why steps that were measured count as warm-up since a resume; None where none do."""
+        for resume in reversed(self.resumes):
+            if resume.changed:
+                return (
+                    f"the steps before step {resume.step} are warm-up, they ran otherwise: {'; '.join(resume.changed)}"
+                )
+        return None
 
     def fallbacks(self) -> dict[str, str]:
         """Settings that ran as something else than was asked for, each as "asked → used: reason".

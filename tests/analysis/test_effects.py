@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from analysis.example_study import noisy_steps
-from factories import ATTENTION_KERNELS, make_run_log
+from factories import ATTENTION_KERNELS, make_run_log, with_threads
 
 from mfubench.analysis.effects import (
     differing_settings,
@@ -98,6 +98,14 @@ def test_the_settings_that_were_repeated_are_counted(found: Findings, cases: int
 def test_settings_without_meaning_are_no_difference():
     plain, compiled = make_run_log(compile="none"), make_run_log(compile="model", compile_mode="default")
     assert differing_settings(plain, compiled) == {"compile": ("none", "model")}
+
+
+def test_threads_of_a_cpu_are_a_difference_of_their_own():
+    """Of as many processes: two share out the same cores, which follows from their number."""
+    one, two = (with_threads(make_run_log(device="cpu"), threads) for threads in (1, 2))
+    assert differing_settings(one, two) == {"environment.cpu_threads": (1, 2)}
+    ddp = with_threads(make_run_log(device="cpu", world_size=2, parallelism="ddp"), 1)
+    assert "environment.cpu_threads" not in differing_settings(two, ddp)
 
 
 def test_an_arm_that_fell_back_to_its_control_is_no_contrast(found: Findings):

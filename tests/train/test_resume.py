@@ -17,7 +17,7 @@ import torch
 from train.train_runs import finish_run, losses, run, run_arguments, run_here, start_run, tiny_config
 
 from mfubench.audit import audit_paths
-from mfubench.config import ConfigError
+from mfubench.config import ConfigError, EvaluationConfig
 from mfubench.run_log import read_run_log
 from mfubench.train.checkpoint_folders import complete, latest, prepare_folder
 from mfubench.train.launch import main
@@ -101,21 +101,44 @@ def set_threads():
     torch.set_num_threads(before)
 
 
-def test_steps_of_another_machine_are_warm_up(set_threads, data, tmp_path):
+def test_steps_of_another_machine_are_warm_up_and_the_run_says_so(set_threads, data, tmp_path, capfd):
     set_threads(2)
     run_here(tiny_config(max_iters=8, checkpoint={"at_end": True}), data, tmp_path)
     set_threads(1)
     log = run_here(tiny_config(), data, tmp_path)
     assert [step.phase for step in log.steps] == ["warmup"] * 10 + ["measured"] * 10
+    assert log.resumes[0].changed == ["cpu_threads: 2 there, 1 here"]
+    told = "the steps before step 8 are warm-up, they ran otherwise: cpu_threads: 2 there, 1 here"
+    assert told in capfd.readouterr().err
     assert objections(tmp_path) == set()
 
 
-def test_a_run_that_is_complete_is_not_reported_as_of_another_machine(set_threads, data, tmp_path):
+def test_no_rate_is_left_where_all_measured_steps_are_of_another_machine(set_threads, data, tmp_path, capfd):
     set_threads(2)
-    run_here(tiny_config(checkpoint={"at_end": True}), data, tmp_path)
+    run_here(tiny_config(max_iters=8, checkpoint={"at_end": True}), data, tmp_path)
     set_threads(1)
-    with pytest.raises(AssertionError, match=r"all 20 steps are done, but not as .*machine: .*2 threads.*1 threads"):
-        run_here(tiny_config(), data, tmp_path)
+    log = run_here(tiny_config(max_iters=10), data, tmp_path)
+    assert log.measured_steps() == []
+    assert "no step was measured: the steps before step 8 are warm-up" in capfd.readouterr().err
+    assert (
+        "no step counts, so that the run has no rate: the steps before step 8"
+        in audit_paths([tmp_path / "run.json"]).to_text()
+    )
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_where_nothing_is_left_to_train_the_log_tells_of_the_machine_that_trained(only, set_threads, data, tmp_path):
+    set_threads(2)
+    config = tiny_config(checkpoint={"at_end": True}, measurement={"warmup_steps": 1})
+    first = run_here(config, data, tmp_path)
+    set_threads(1)
+    evaluation = {"only": only, "iters": 1}
+    again = run_here(config.model_copy(update={"evaluation": EvaluationConfig(**evaluation)}), data, tmp_path)
+    assert again.environment == first.environment and again.environment.cpu_threads == 2
+    assert [step.phase for step in again.steps] == [step.phase for step in first.steps]
+    assert (again.used, again.kernels) == (first.used, first.kernels) and first.kernels
+    assert len(again.evaluations) == int(only) and again.resumes[0].changed == []
+    assert objections(tmp_path) == set()
 
 
 def test_keep_last_and_keep_all(data, tmp_path):

@@ -139,6 +139,13 @@ def test_a_checkpoint_that_is_not_there_is_told(data, tmp_path):
         run_here(continuing(evaluation=only), data, tmp_path / "b", "--start-from", str(tmp_path / "none"))
 
 
+def test_a_checkpoint_of_a_run_of_another_name_is_no_start(trained, data, tmp_path):
+    _, checkpoints = trained
+    config = tiny_config(name="training/more", continues="training/other", max_iters=10)
+    with pytest.raises(AssertionError, match=r"continues: training/other: .* is a checkpoint of training/pretrain"):
+        run_here(config, data, tmp_path, "--start-from", str(checkpoints))
+
+
 def test_a_work_folder_stands_for_the_checkpoints_in_it(trained, tmp_path):
     _, checkpoints = trained
     last = latest(checkpoints)

@@ -88,7 +88,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing_settings(control: RunLog, arm: RunLog) -> dict[str, tuple[Any, Any]]:
-    """Settings in which two runs really differ, as (control's, arm's).
+    """Settings in which two runs really differ, as (control's, arm's); on CPUs also the threads of as many processes.
 
     A setting that has no meaning in one of them (the compile mode of a run that does not compile) is no difference of
     its own.
@@ -98,6 +98,9 @@ def differing_settings(control: RunLog, arm: RunLog) -> dict[str, tuple[Any, Any
     asked = [log.config.communication.reduction for log in (control, arm)]
     if asked[0] == asked[1] and differing.keys() & DECIDES_REDUCTION:
         differing.pop("communication.reduction", None)
+    threads = control.environment.cpu_threads, arm.environment.cpu_threads
+    if threads[0] != threads[1] and left["world_size"] == right["world_size"] and control.environment.device == "cpu":
+        differing["environment.cpu_threads"] = threads
     return differing
 
 

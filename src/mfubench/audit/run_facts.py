@@ -31,6 +31,8 @@ def check_status(log: RunLog) -> list[Finding]:
         f"all {len(log.steps)} steps are compilation or warm-up: the run has no rate; max_iters "
         f"{log.config.max_iters} must exceed warmup_steps {warmup} and what compiles"
     )
+    if (demoted := log.demoted()) is not None:
+        sentence = f"no step counts, so that the run has no rate: {demoted}"
     return [Finding("nothing_measured", sentence, 0.97)]
 
 

@@ -8,9 +8,8 @@ any instant leaves the previous checkpoint usable. It holds what torch.distribut
     loss_scale, growth_tracker                   float16's scaler
     rng.cpu.RANK, rng.cuda.RANK                  random states
 
-beside config.json (the RunConfig) and history.json (the run log so far, and the conditions it ran under). Since names
-and shapes do not depend on how the run was spread over processes, it can be read at another world size and under
-another parallelism.
+beside config.json (the RunConfig) and history.json (the run log so far). Since names and shapes do not depend on how
+the run was spread over processes, it can be read at another world size and under another parallelism.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from mfubench.config import ConfigError, RunConfig, parse
-from mfubench.run_log import RunLog, write_json, write_text_atomically
+from mfubench.run_log import Resume, RunLog, write_json, write_text_atomically
 from mfubench.train.checkpoint_files import SafeReader, damage_told, read_json
 from mfubench.train.checkpoint_folders import complete, remove
 from mfubench.train.optimizer import Optimizer
@@ -36,6 +36,8 @@ from mfubench.train.process import Process, host_group
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 HISTORY = ("steps", "rank_step_times_s", "phases", "evaluations", "gradient_statistics", "resumes")
+# Of the process that trained last, which a later one that has nothing to train does not replace
+OF_THE_STEPS = ("environment", "used", "kernels", "memory")
 # What must not change between a checkpoint and the run that goes on from it: shapes, order of the data, schedule
 FIXED = ("model", "dataset", "seq_len", "seed", "optimizer")
 # Nor the last of these, which the others make: steps are counted in it, by the schedule and by the run log
@@ -72,8 +74,8 @@ def save(folder: Path, step: int, position: int, state: State, log: RunLog) -> P
     )  # returns when all ranks have written and synchronised their files
     if process.is_main:
         write_text_atomically(temporary / "config.json", state.config.to_json() + "\n")
-        history = log.model_dump(mode="json", include={*HISTORY, "dataset"})
-        write_json(temporary / "history.json", history | {"conditions": conditions(log)}, indent=None)
+        history = log.model_dump(mode="json", include={*HISTORY, *OF_THE_STEPS, "dataset"})
+        write_json(temporary / "history.json", history, indent=None)
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         if state.config.checkpoint.keep == "last":
@@ -84,17 +86,21 @@ def save(folder: Path, step: int, position: int, state: State, log: RunLog) -> P
     return final
 
 
-def load(path: Path, state: State, log: RunLog) -> tuple[int, int]:
+def load(path: Path, state: State, log: RunLog, *, is_start: bool) -> tuple[int, int]:
     """Restore a checkpoint; returns steps done and next position. Collective.
 
+    is_start: it is of the run that this one `continues`, whose steps are no history of this one.
     Raises ConfigError where it is another run's, or damaged.
     """
     with damage_told(path):
-        check_compatible(path, state.config, log)
-        return restore(path, state, log)
+        check_compatible(path, state.config, log, is_start)
+        step, position = restore(path, state)
+        changed = [] if is_start else restore_history(path, step, state.config, log)
+        log.resumes.append(Resume(step=step, at=datetime.now(UTC).isoformat(), changed=changed))
+        return step, position
 
 
-def restore(path: Path, state: State, log: RunLog) -> tuple[int, int]:
+def restore(path: Path, state: State) -> tuple[int, int]:
     process = state.process
     reader = SafeReader(path)
     known = reader.read_metadata().state_dict_metadata
@@ -112,8 +118,6 @@ def restore(path: Path, state: State, log: RunLog) -> tuple[int, int]:
     state.optimizer.scale.copy_(tensors["loss_scale"])
     state.optimizer.growth_tracker.copy_(tensors["growth_tracker"])
     restore_random_states(process, tensors)
-    if not is_start(path, state.config):  # what another run did is no history of this one
-        restore_history(path, state.config, log)
     return int(tensors["step"]), int(tensors["position"])
 
 
@@ -150,28 +154,35 @@ def restore_random_states(process: Process, tensors: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(cuda, process.device)
 
 
-def restore_history(path: Path, config: RunConfig, log: RunLog) -> None:
+def restore_history(path: Path, step: int, config: RunConfig, log: RunLog) -> list[str]:
     """Take over the log's lists. Other ranks' times are dropped where there were more or fewer ranks.
 
     Steps that were computed in another way, or on another machine, count as warm-up: their times are no rate of what
-    this run says it is.
+    this run says it is. Returns what differs. Where nothing is left to train the log says what the steps ran on, not
+    what this process runs on.
     """
     history = read_json(path / "history.json")
-    conditions_there = history.pop("conditions", {})
     earlier = RunLog.model_validate_json(json.dumps(log.model_dump(mode="json") | history))
     for name in HISTORY:
         setattr(log, name, getattr(earlier, name))
     if len(log.rank_step_times_s) != config.world_size:
         log.rank_step_times_s = []
-    if computes(saved_config(path)) != computes(config) or any(differing(conditions_there, conditions(log))):
-        for step in log.steps:
-            if step.phase == "measured":
-                step.phase = "warmup"
+    changed = list(differing(computes(saved_config(path)), computes(config)))
+    if trains(config, step):
+        changed += differing(*known_of_both(conditions(earlier), conditions(log)))
+    else:
+        for name in OF_THE_STEPS:
+            setattr(log, name, getattr(earlier, name))
+    if changed:
+        for done in log.steps:
+            if done.phase == "measured":
+                done.phase = "warmup"
+    return changed
 
 
-def is_start(path: Path, config: RunConfig) -> bool:
-    """Whether a checkpoint is the one of another run that this run continues, rather than its own."""
-    return config.continues is not None and read_json(path / "config.json")["name"] == config.continues
+def trains(config: RunConfig, step: int) -> bool:
+    """Whether anything is left to train after `step` steps."""
+    return step < config.max_iters and not config.evaluation.only
 
 
 def saved_config(path: Path) -> RunConfig:
@@ -184,18 +195,25 @@ def computes(config: RunConfig) -> dict[str, Any]:
 
 
 def conditions(log: RunLog) -> dict[str, Any]:
-    """What else a step's time depends on: the cards, torch, and what was used of each choice.
+    """What else a step's time depends on: the machine, the software, and what was used of each choice; None: not known.
 
-    CUDA graphs are not among them: whether a step can be captured turns out after the first one. A process that says
-    why it fell back says so under the same conditions again.
+    CUDA graphs are not among them: whether a step can be captured turns out after the first one.
     """
-    environment = log.environment
-    if environment.device == "cuda":
-        machine = sorted(f"{gpu.name}, {gpu.power_limit_w or '?'} W" for gpu in environment.gpus)
-    else:
-        machine = [f"{environment.cpu}, {environment.cpu_threads} threads"]
-    used = {name: choice.used for name, choice in log.used.items() if name != "cuda_graphs"}
-    return {"machine": machine, "torch": environment.torch, "used": used}
+    environment, gpus = log.environment, log.environment.gpus
+    return {
+        "cards": [gpu.name for gpu in gpus],
+        "power_limits_w": None if None in (limits := [gpu.power_limit_w for gpu in gpus]) else limits,
+        "cpu": environment.cpu if environment.device == "cpu" else None,
+        "cpu_threads": environment.cpu_threads if environment.device == "cpu" else None,
+        "torch": environment.torch,
+        "packages": environment.packages,
+        "used": {name: choice.used for name, choice in log.used.items() if name != "cuda_graphs"},
+    }
+
+
+def known_of_both(there: dict[str, Any], here: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    known = [key for key in here if there[key] is not None and here[key] is not None]
+    return {key: there[key] for key in known}, {key: here[key] for key in known}
 
 
 def differing(there: dict[str, Any], here: dict[str, Any], above: str = "") -> Iterator[str]:
@@ -208,15 +226,20 @@ def differing(there: dict[str, Any], here: dict[str, Any], above: str = "") -> I
             yield f"{above}{key}: {value} there, {other} here"
 
 
-def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
+def check_compatible(path: Path, config: RunConfig, log: RunLog, is_start: bool) -> None:
     """Raises ConfigError naming every difference that makes going on impossible.
 
     A run that continues another may take another batch: it has no step of the other's in its log.
     """
-    saved, start = saved_config(path), is_start(path, config)
+    saved = saved_config(path)
+    if is_start and saved.name != config.continues:
+        raise ConfigError(
+            f"continues: {config.continues}: {path} is a checkpoint of {saved.name}; name that run, or another folder "
+            "(--start-from FOLDER)"
+        )
     done = int(path.name.removeprefix("step-"))
     fixed = set(FIXED) if done else {"model"}  # before the first step (an imported model) there are weights alone
-    if done and not start and saved.global_batch_size != config.global_batch_size:
+    if done and not is_start and saved.global_batch_size != config.global_batch_size:
         fixed |= set(BATCH)
     there, here = saved.model_dump(include=fixed), config.model_dump(include=fixed)
     data = read_json(path / "history.json")["dataset"]
@@ -224,21 +247,16 @@ def check_compatible(path: Path, config: RunConfig, log: RunLog) -> None:
         there["data"] = f"{data['train_tokens']} tokens, tokenizer {data['tokenizer_sha256'][:12]}"
         here["data"] = f"{log.dataset.train_tokens} tokens, tokenizer {log.dataset.tokenizer_sha256[:12]}"
     if differences := list(differing(there, here)):
-        way_out = "take `continues` away" if start else f"remove {path.parent} (by hand: --anew) to start anew"
+        way_out = "take `continues` away" if is_start else f"remove {path.parent} (by hand: --anew) to start anew"
         raise ConfigError(
             f"{path}: is a checkpoint of another run than this one: {'; '.join(differences)}. Go on with the settings "
             f"it was made with, or {way_out}"
         )
-    if start:
+    if is_start or done < config.max_iters:
         return
-    if done >= config.max_iters and saved.model_dump(exclude=BESIDE) != config.model_dump(exclude=BESIDE):
+    if changed := list(differing(saved.model_dump(exclude=BESIDE), config.model_dump(exclude=BESIDE))):
         raise ConfigError(
-            f"{path}: all {config.max_iters} steps are done, but with other settings than this run's; what it would "
-            f"report is not what was run. Remove {path.parent} (by hand: --anew) to start anew"
-        )
-    there, here = read_json(path / "history.json").get("conditions", {}), conditions(log)
-    if done >= config.max_iters and not config.evaluation.only and (changed := list(differing(there, here))):
-        raise ConfigError(
-            f"{path}: all {config.max_iters} steps are done, but not as they would be done here: {'; '.join(changed)}. "
-            f"What it would report is not what was run. Remove {path.parent} (by hand: --anew) to start anew"
+            f"{path}: all {config.max_iters} steps are done, but with other settings than this run's: "
+            f"{'; '.join(changed)}. What it would report is not what was run. Remove {path.parent} (by hand: --anew) "
+            "to start anew"
         )

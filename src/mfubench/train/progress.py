@@ -98,6 +98,8 @@ def describe_end(log: RunLog) -> list[str]:
     """How a run ended, what ran in place of what was asked, what it evaluated and sampled: lines for people."""
     why = log.reason or log.stopped_early or nothing_trained(log) or nothing_measured(log)
     lines = [f"{log.name}: {log.status}{f' ({why})' if why else ''}"]
+    if (demoted := log.demoted()) is not None and demoted not in lines[0]:
+        lines.append(f"  {demoted}")
     lines += [f"  {setting}: {note}" for setting, note in log.fallbacks().items()]
     if log.evaluations:
         losses = [
@@ -124,6 +126,8 @@ def nothing_measured(log: RunLog) -> str | None:
     """A sentence where a run has no rate."""
     if not log.steps or log.measured_steps():
         return None
+    if (demoted := log.demoted()) is not None:
+        return f"no step was measured: {demoted}; raise max_iters for a rate here"
     return f"no step was measured: all {len(log.steps)} are compilation or warm-up; raise max_iters for a rate"
 
 

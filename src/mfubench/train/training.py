@@ -15,7 +15,7 @@ from mfubench.config import ConfigError, RunConfig
 from mfubench.data.reader import TokenDataset, check_tokenizer
 from mfubench.model import Decoder
 from mfubench.model.kernels import kernels_match, profile_kernels
-from mfubench.run_log import Resume, RunLog, Wall, write_run_log
+from mfubench.run_log import RunLog, Wall, write_run_log
 from mfubench.telemetry import Sampler
 from mfubench.train import checkpoint
 from mfubench.train.arguments import Paths
@@ -61,6 +61,11 @@ class Training:
     began: float = field(default_factory=process_began)
 
     @property
+    def nothing_left(self) -> bool:
+        """Whether an earlier process did all steps, which the log then tells of."""
+        return self.goes_on and not checkpoint.trains(self.config, self.first_step)
+
+    @property
     def state(self) -> checkpoint.State:
         return checkpoint.State(self.engine, self.optimizer, self.process, self.config)
 
@@ -91,9 +96,8 @@ def build(
     )
     own = latest(paths.checkpoints) if resume else None
     if (start := own or first_checkpoint(config, paths)) is not None:
-        training.first_step, training.position = checkpoint.load(start, training.state, log)
+        training.first_step, training.position = checkpoint.load(start, training.state, log, is_start=own is None)
         training.goes_on = own is not None and training.first_step > 0
-        log.resumes.append(Resume(step=training.first_step, at=datetime.now(UTC).isoformat()))
         recorder.take_history()
     elif config.evaluation.only:
         raise ConfigError(f"{paths.checkpoints}: evaluation.only needs a checkpoint to go on from, and there is none")
@@ -200,14 +204,23 @@ def save_now(training: Training, done: int) -> Path:
     """Write the checkpoint after `done` steps; returns its folder."""
     training.watchdog.beat(START_FACTOR)
     with training.recorder.phase("checkpoint", done):
-        training.log.rank_step_times_s = training.process.gather(training.recorder.rank_times)
+        note_what_ran(training)
         return checkpoint.save(training.paths.checkpoints, done, training.position, training.state, training.log)
+
+
+def note_what_ran(training: Training) -> None:
+    """The ranks' step times, their memory and the choices that ran. Collective."""
+    log, process, recorder = training.log, training.process, training.recorder
+    log.rank_step_times_s = process.gather(recorder.rank_times)
+    memory = process.gather(recorder.memory or memory_of(process))
+    if not training.nothing_left:
+        log.memory = memory
+        log.used = training.resolved.used  # one may have fallen back since the log was begun
 
 
 def finish(training: Training, sampler: Sampler | None) -> None:
     """Complete the run log. Collective; rank 0 has the sampler."""
     log, process, recorder = training.log, training.process, training.recorder
-    log.used = training.resolved.used  # a choice may have fallen back since the log was begun
     if training.config.sample_tokens and log.status == "ok":
         training.watchdog.beat(START_FACTOR)
         with recorder.phase("sample", training.config.max_iters):
@@ -216,8 +229,7 @@ def finish(training: Training, sampler: Sampler | None) -> None:
             )
     if sampler is not None:
         log.telemetry = sampler.summarize(recorder.intervals)
-    log.rank_step_times_s = process.gather(recorder.rank_times)
-    log.memory = process.gather(recorder.memory or memory_of(process))
+    note_what_ran(training)
     log.wall = Wall(
         started_at=datetime.fromtimestamp(psutil.Process().create_time(), UTC).isoformat(),
         total_s=time.perf_counter() - training.began,
