@@ -101,6 +101,7 @@ def set_threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.faults
 def test_steps_of_another_machine_are_warm_up_and_the_run_says_so(set_threads, data, tmp_path, capfd):
     set_threads(2)
     run_here(tiny_config(max_iters=8, checkpoint={"at_end": True}), data, tmp_path)
