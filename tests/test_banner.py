@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from mfubench.banner import architecture, attention_to_mlp_ratio, banner, tokens_per_s_at
 from mfubench.cli import app
-from mfubench.config import RunConfig
+from mfubench.config import ConfigError, RunConfig
+from mfubench.experiments import build_run
 from mfubench.flops import flop_terms
 from mfubench.presets import load_model
 
@@ -73,10 +74,11 @@ def test_flops_json() -> None:
     found = json.loads(run("llama2-1.36b", "--json"))
     assert found == {
         "model": "llama2-1.36b",
+        "seq_len": 2048,
         "parameters": 1_294_159_104,
         "flops_per_token": {"palm": 8_784_170_496, "matmul": 8_341_291_008, "causal": 7_831_683_072},
     }
-    assert list(found) == ["model", "parameters", "flops_per_token"]
+    assert list(found) == ["model", "seq_len", "parameters", "flops_per_token"]
 
 
 def test_flops_with_overrides() -> None:
@@ -85,6 +87,20 @@ def test_flops_with_overrides() -> None:
     prefixed = json.loads(run("llama2-1.36b", "model.num_hidden_layers=9", "--json"))
     assert plain["flops_per_token"]["palm"] == 8_784_170_496 + 12 * 18 * 2304 * 2048
     assert fewer == prefixed and fewer["parameters"] < plain["parameters"]
+    with pytest.raises(ConfigError, match="num_hidden_layers is given twice"):
+        run("llama2-1.36b", "model.num_hidden_layers=9", "num_hidden_layers=8")
+
+
+def test_flops_of_sequences_that_the_model_has_no_positions_for() -> None:
+    """Refused in the words of a run; by itself the command takes what there is, and RoPE has no end."""
+    long = {"seq_len": 257, "micro_batch_size": 1, "max_iters": 1}
+    with pytest.raises(ConfigError, match=r"^seq_len 257 is above the model's 256 learned positions") as refused:
+        run("gpt2-tiny", "--seq-len", "257")
+    with pytest.raises(ConfigError) as of_a_run:
+        build_run(({"name": "by-hand/run", "model": "gpt2-tiny", "dataset": "x", **long},), "train")
+    assert str(of_a_run.value) == f"train: {refused.value}"
+    assert json.loads(run("gpt2-tiny", "--json"))["seq_len"] == 256
+    assert "attention scores at 100000" in run("llama2-tiny", "--seq-len", "100000")
 
 
 def test_flops_for_people() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from factories import make_model
 
-from mfubench.ceilings import Ceilings, read_ceilings
-from mfubench.ceilings.collectives import measure_collectives, measure_exchange, run_ranks
+from mfubench.ceilings import Ceilings, collectives, read_ceilings
+from mfubench.ceilings.collectives import measure_collectives, measure_exchange, run_ranks, time_limit_s
 from mfubench.ceilings.kernels import model_linears
-from mfubench.ceilings.measure import main
+from mfubench.ceilings.measure import describe, main
+from mfubench.ceilings.schema import CollectiveRate
 from mfubench.config import ConfigError
 from mfubench.flops import count_parameters
 
@@ -83,10 +88,13 @@ def test_shapes_are_all_matmul_parameters(preset: str) -> None:
 def test_collectives_between_two_processes(tmp_path: Path) -> None:
     output = tmp_path / "ceilings.json"
     assert main(["--request", request(world_sizes=[1, 2]), "--output", str(output)]) == 0
-    collectives = read_ceilings(output).collectives
-    assert {rate.operation for rate in collectives} == {"all_reduce", "reduce_scatter"}
-    for rate in collectives:
-        assert rate.backend == "gloo" and rate.world_size == 2
+    ceilings = read_ceilings(output)
+    assert {rate.operation for rate in ceilings.collectives} == {"all_reduce", "reduce_scatter"}
+    assert ceilings.collectives_skipped == {"exchange over 2": "it is made by the copy engines of GPUs"}
+    assert "all_reduce over 2, 0.25 MiB of fp16: " in describe(ceilings)
+    assert "exchange over 2: not measured: it is made by the copy engines of GPUs" in describe(ceilings)
+    for rate in ceilings.collectives:
+        assert rate.backend == "gloo" and rate.world_size == 2 and rate.dtype == "fp16"
         share = 1.0 if rate.operation == "all_reduce" else 0.5  # 2 (n-1)/n and (n-1)/n of two
         assert rate.bus_gb_s == pytest.approx(rate.bytes / rate.time_s / 1e9 * share)
 
@@ -97,7 +105,68 @@ def test_an_exchange_between_two_processes() -> None:
     assert problem is None
     assert [(rate.operation, rate.bytes) for rate in rates] == [("exchange", 2**18), ("exchange", 2**22)]
     for rate in rates:
-        assert rate.bus_gb_s == pytest.approx(rate.bytes / rate.time_s / 1e9)
+        assert rate.bus_gb_s == pytest.approx(rate.bytes / rate.time_s / 1e9) and rate.dtype == "fp32"
+
+
+SOME_RATE = CollectiveRate(
+    operation="all_reduce", backend="gloo", world_size=2, dtype="fp16", bytes=2**20, time_s=0.001, bus_gb_s=1.0
+)
+
+
+def stuck_at_the_end(process, seconds):
+    if process.rank == 1:
+        dist.destroy_process_group = lambda: time.sleep(600)
+    return [SOME_RATE]
+
+
+def failing_on_one_rank(process, seconds):
+    """The other one waits as NCCL does: for ever."""
+    if process.rank == 1:
+        raise RuntimeError("the card fell off")
+    time.sleep(600)
+
+
+def killed_on_one_rank(process, seconds):
+    if process.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def stuck(process, seconds):
+    time.sleep(600)
+
+
+@pytest.mark.slow
+def test_a_result_counts_though_a_rank_hangs_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "ENDING_S", 1.0)
+    assert run_ranks(stuck_at_the_end, 2, "cpu", 0.1) == ([SOME_RATE], None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("measure", "reason"),
+    [
+        (failing_on_one_rank, "rank 1: RuntimeError: the card fell off"),
+        (killed_on_one_rank, "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_the_first_rank_to_fail_is_told_and_ends_the_others(measure, reason) -> None:
+    started_s = time.monotonic()
+    assert run_ranks(measure, 2, "cpu", 0.1) == ([], reason)
+    assert time.monotonic() - started_s < collectives.TIMEOUT_S
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_end_are_ended_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "TIMEOUT_S", 1.0)
+    assert run_ranks(stuck, 2, "cpu", 0.0) == ([], "not finished after 1 s")
+
+
+def test_ranks_have_the_time_that_their_measurement_takes() -> None:
+    """Two operations of each of four sizes, or of two, four rounds of a third of the seconds each."""
+    assert time_limit_s("cuda", 0.0) == collectives.TIMEOUT_S
+    assert time_limit_s("cuda", 30.0) == pytest.approx(collectives.TIMEOUT_S + 4 * 2 * 4 * 10)
+    assert time_limit_s("cpu", 30.0) == pytest.approx(collectives.TIMEOUT_S + 2 * 2 * 4 * 10)
 
 
 @pytest.mark.multigpu
@@ -118,6 +187,8 @@ def test_bad_requests_are_told() -> None:
         main(["--request", request(dtypes=[], models=[]), "--output", "unused.json"])
     with pytest.raises(ConfigError, match="secnds: unknown key"):
         main(["--request", request(secnds=1), "--output", "unused.json"])
+    with pytest.raises(ConfigError, match="--request: is no JSON"):
+        main(["--request", "{bad", "--output", "unused.json"])
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="no CUDA device"):
             main(["--request", request(device="cuda"), "--output", "unused.json"])

@@ -237,6 +237,19 @@ def test_command_line_overrides_are_yaml():
         parse_overrides(["loader"])
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["seed=2", "max_iters=3", "seed=4"], "'seed=4': seed is given twice; keep one of them"),
+        (["loader.kind=memmap", "loader.kind=memmap"], "'loader.kind=memmap': loader.kind is given twice"),
+        (["loader={kind: memmap}", "loader.kind=dataloader"], "loader and loader.kind are both given"),
+    ],
+)
+def test_a_key_stands_once_on_a_command_line(words, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        parse_overrides(words)
+
+
 def test_a_study_extends_another(tmp_path):
     (tmp_path / "base.yaml").write_text("study: base\nbase: {seed: 1, seq_len: 8}\nexperiments: {smoke: {a: 1}}\n")
     (tmp_path / "ring.yaml").write_text("extends: ring\n")

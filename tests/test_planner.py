@@ -337,6 +337,8 @@ def test_command_cost():
     result = run_json("cost", "llama3-1.5b", "--tokens", "101.909e9")
     assert round(result["loss"], 5) == 2.33512
     assert result["cost_flops"]["6ND"] == pytest.approx(9.44e20, rel=1e-3)
+    with pytest.raises(ConfigError, match=r"seq_len 257 is above the model's 256 learned positions"):
+        run_json("cost", "gpt2-tiny", "--tokens", "1e9", "--seq-len", "257")
 
 
 def test_command_search_prices_on_a_machine():
@@ -413,9 +415,9 @@ def test_a_small_budget_buys_few_tokens_and_not_none():
 
 def test_few_tokens_for_people():
     result = CliRunner().invoke(app, ["loss", "--parameters", "1e9", "--tokens", "4e6"], catch_exceptions=False)
-    assert "D/N 0.004 " in result.output
+    assert "nats per token at D/N 0.004 " in result.output
     result = CliRunner().invoke(app, ["cost", "llama3-1.5b", "--tokens", "7e6"], catch_exceptions=False)
-    assert "D 7M, D/N 0.00453" in result.output
+    assert "D 7M, D/N 0.00453" in result.output and "nats per token (hoffmann)" in result.output
 
 
 def test_isoflop_curve_touches_the_best_design():

@@ -263,7 +263,9 @@ def test_ceilings_replace_the_datasheet():
         head_dim=128, forward_tflops=450.0, forward_backward_tflops=400.0,
     )  # fmt: skip
     collectives = [
-        CollectiveRate(operation="all_reduce", backend="nccl", world_size=ranks, bytes=size, time_s=0.1, bus_gb_s=bus)
+        CollectiveRate(
+            operation="all_reduce", backend="nccl", world_size=ranks, dtype="bf16", bytes=size, time_s=0.1, bus_gb_s=bus
+        )
         for ranks, size, bus in ((2, 2**30, 300.0), (4, 2**20, 20.0), (4, 2**30, 340.0))
     ]
     rates = card_rates(H100, config, [make_ceilings(attention=[attention], collectives=collectives)])

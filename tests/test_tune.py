@@ -307,6 +307,7 @@ def tune(*words):
 def test_one_real_trial_is_made_once(tmp_path, monkeypatch):
     """The only setting there is; the second time it is known, and takes no time."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     data, folder = write_dataset(tmp_path / "tiny"), tmp_path / "tune"
     only_one = ("--data", data, "--output", folder, "--checkpointing", "none", "--global-batch-size", 1)
     first = tune(*only_one, "--minutes", 10)
@@ -315,6 +316,7 @@ def test_one_real_trial_is_made_once(tmp_path, monkeypatch):
     (run,) = (folder / "runs").glob("*.json")
     log, written = read_run_log(run), run.stat().st_mtime_ns
     assert log.config.name == "tune/none-none-micro-batch1-accumulation1"
+    assert log.environment.cpu_threads == 1
 
     again = tune(*only_one, "--minutes", 0)
     assert again.exit_code == 0, again.output

@@ -115,6 +115,14 @@ class ModelConfig(Strict):
             raise ValueError("norm_bias needs norm: layernorm (RMSNorm has no bias)")
         return self
 
+    def check_seq_len(self, seq_len: int) -> None:
+        """Raises ConfigError for sequences longer than the learned positions; others have no end."""
+        if self.position == "learned" and seq_len > self.max_position_embeddings:
+            raise ConfigError(
+                f"seq_len {seq_len} is above the model's {self.max_position_embeddings} learned "
+                "positions (model.max_position_embeddings)"
+            )
+
 
 class OptimizerConfig(Strict):
     """AdamW; weight decay on tensors of two and more dimensions; linear warm-up, then cosine."""
@@ -333,11 +341,7 @@ class RunConfig(Strict):
             )
         if self.parallelism == "none" and self.world_size > 1:
             raise ValueError(f"parallelism: none runs one process, but world_size is {self.world_size}")
-        if self.model.position == "learned" and self.seq_len > self.model.max_position_embeddings:
-            raise ValueError(
-                f"seq_len {self.seq_len} is above the model's {self.model.max_position_embeddings} learned "
-                "positions (model.max_position_embeddings)"
-            )
+        self.model.check_seq_len(self.seq_len)
         if self.measurement.profile == "timeline" and self.gradient_accumulation_steps > PROFILED_MICRO_STEPS:
             raise ValueError(
                 f"measurement.profile: timeline keeps a whole step, and one of {self.gradient_accumulation_steps} "

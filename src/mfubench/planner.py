@@ -163,7 +163,11 @@ class Design:
 
 
 def evaluate(model: ModelConfig, tokens: float, seq_len: int, law: LossLaw) -> Design:
-    """One given design: its loss and its cost by every convention."""
+    """One given design: its loss and its cost by every convention.
+
+    Raises ConfigError where the model has too few positions.
+    """
+    model.check_seq_len(seq_len)
     terms = flop_terms(model, seq_len)
     return Design(
         model=model,

@@ -38,7 +38,9 @@ def picture_path(run: Path, output: Path | None) -> Path:
 def plot_run(log: RunLog, path: Path) -> None:
     """Write the panels as PNG. Raises ConfigError for a run without steps."""
     if not log.steps:
-        raise ConfigError(f"{log.name}: has no steps to draw; it ended with status {log.status} ({log.reason})")
+        why = log.reason or ("evaluation.only: it was to evaluate a checkpoint" if log.config.evaluation.only else None)
+        ended = f"it ended with status {log.status}" + (f" ({why})" if why else "")
+        raise ConfigError(f"{log.name}: has no steps to draw; {ended}")
     with LIGHT.applied():
         write_png(draw(log, LIGHT), path, dpi=DPI)
 

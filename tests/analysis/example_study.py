@@ -211,7 +211,7 @@ def write_ceilings(folder: Path, device: str, device_name: str, rates: dict[str,
         key_value_heads=18, head_dim=128, forward_tflops=444.0, forward_backward_tflops=341.0,
     )  # fmt: skip
     collective = CollectiveRate(
-        operation="all_reduce", backend="nccl", world_size=8, bytes=2**29, time_s=0.0021, bus_gb_s=447.0
+        operation="all_reduce", backend="nccl", world_size=8, dtype="bf16", bytes=2**29, time_s=0.0021, bus_gb_s=447.0
     )
     ceilings = Ceilings(
         measured_at="2026-03-02T08:40:00+00:00",

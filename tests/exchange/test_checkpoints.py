@@ -118,6 +118,7 @@ def test_round_trip_through_both_formats(trained: tuple[Path, Path], tmp_path: P
     data, work = trained
     command("export", work, tmp_path / "hf")
     output = command("import", tmp_path / "hf", tmp_path / "back", "seq_len=16", "model.name=tiny", "--data", data)
+    assert "go on from it with model.name=tiny." in output
     preset = yaml.safe_load(output.partition("\n\n")[2])
     assert ModelConfig(name="tiny", **preset["tiny"]) == tiny_config().model
     before, after = read_masters(find_checkpoint(work)), read_masters(tmp_path / "back")

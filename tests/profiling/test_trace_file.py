@@ -136,6 +136,7 @@ def test_the_command_shows_a_trace_and_finds_that_of_a_run(tmp_path: Path):
         shown = CliRunner().invoke(app, ["profile", str(path)])
         assert shown.exit_code == 0, shown.output
         assert "matmul" in shown.output and "50.0 %" in shown.output and "0.500" in shown.output
+    assert CliRunner().invoke(app, ["profile", str(trace), "--kernels", "-3"]).exit_code == 2
     by_hand = tmp_path / "by-hand" / "run.json"
     write_run_log(by_hand, make_run_log())
     write_trace(by_hand.parent / "run-work" / "trace.json.gz", make_trace("by-hand/run", [cut()]))

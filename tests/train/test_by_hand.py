@@ -16,7 +16,9 @@ import psutil
 import pytest
 from train.test_resume import wait_for_step
 from train.train_runs import VOCABULARY, environment
+from typer.testing import CliRunner
 
+from mfubench.cli import app
 from mfubench.run_log import read_run_log
 from mfubench.train.checkpoint_folders import latest
 
@@ -102,8 +104,8 @@ def test_a_killed_run_is_gone_on_from_or_replaced_as_its_user_says(data, tmp_pat
 def test_ctrl_c_in_a_terminal_stops_with_a_checkpoint(data, tmp_path, ranks):
     """The terminal sends it to all of its foreground processes at once: it counts once."""
     output, work = tmp_path / "run.json", tmp_path / "run-work"
-    longer_steps = ("model.num_hidden_layers=8", "gradient_accumulation_steps=8")
-    words = ("max_iters=100000", "measurement.profile=none", f"world_size={ranks}", *longer_steps)
+    longer_steps = "gradient_accumulation_steps=64"
+    words = ("max_iters=100000", "measurement.profile=none", f"world_size={ranks}", longer_steps)
     process, terminal = start_in_terminal(data, output, *words)
     reader = ThreadPoolExecutor(1).submit(read_terminal, terminal)
     wait_for_step(work, 10, process)
@@ -115,7 +117,7 @@ def test_ctrl_c_in_a_terminal_stops_with_a_checkpoint(data, tmp_path, ranks):
     assert last is not None and "stopped on request" in shown and "Traceback" not in shown
     assert f"checkpoint: {last};" in shown and "--resume" in shown
     done = int(last.name.removeprefix("step-"))
-    code, stderr = call(data, output, f"max_iters={done + 1}", f"world_size={ranks}", *longer_steps, "--resume")
+    code, stderr = call(data, output, f"max_iters={done + 1}", f"world_size={ranks}", longer_steps, "--resume")
     assert code == 0 and [resume.step for resume in read_run_log(output).resumes] == [done], stderr
 
 
@@ -159,6 +161,20 @@ def test_a_run_by_hand_continues_another(data, tmp_path):
     code, stderr = call(data, tmp_path / "more.json", *more, "--start-from", str(checkpoints))
     assert code == 0, stderr
     assert [step.step for step in read_run_log(tmp_path / "more.json").steps] == [3, 4]
+
+
+def test_a_run_that_lacks_what_it_requires_is_skipped_and_no_failure(data, tmp_path):
+    code, stderr = call(data, tmp_path / "run.json", "cuda_graphs=true", "requires=[cuda_graphs]")
+    assert code == 0 and "by-hand/run: skipped (required, but not to be had here: cuda_graphs: " in stderr
+    assert read_run_log(tmp_path / "run.json").status == "skipped"
+    told = " ".join(CliRunner().invoke(app, ["train", "--help"]).output.split())
+    assert "Exits with 0 where a run JSON was written: its status says whether the run is ok, oom, diverged or" in told
+    assert "With 75 where it was stopped with a checkpoint" in told
+
+
+def test_a_key_that_is_given_twice_is_refused(data, tmp_path):
+    code, stderr = call(data, tmp_path / "run.json", "max_iters=2", "max_iters=3")
+    assert (code, stderr) == (1, "error: 'max_iters=3': max_iters is given twice; keep one of them\n")
 
 
 def test_a_folder_without_a_dataset_is_told_with_the_way_to_one(data, tmp_path):

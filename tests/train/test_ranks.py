@@ -25,3 +25,13 @@ def test_the_ranks_of_a_node_share_its_cores(outside, ranks, threads, monkeypatc
         if outside is not None:
             monkeypatch.setenv(name, outside)
     assert threads_of_a_rank(ranks) == {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
+def test_fewer_threads_for_one_library_are_fewer_for_both(name, monkeypatch):
+    """torch takes MKL's number, a user mostly says OpenMP's."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    for other in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "1")
+    assert threads_of_a_rank(2) == {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

@@ -200,6 +200,10 @@ def test_plot_of_a_gpu_run_and_of_one_without_steps(tmp_path):
     assert (tmp_path / "run.png").exists()
     with pytest.raises(ConfigError, match="has no steps to draw"):
         plot_run(make_run_log(steps=[], status="skipped"), tmp_path / "none.png")
+    with pytest.raises(ConfigError, match=r"it ended with status oom \(no memory\)$"):
+        plot_run(make_run_log(steps=[], status="oom", reason="no memory"), tmp_path / "none.png")
+    with pytest.raises(ConfigError, match=r"status ok \(evaluation\.only: it was to evaluate a checkpoint\)$"):
+        plot_run(make_run_log(steps=[], evaluation={"only": True}), tmp_path / "none.png")
 
 
 def test_a_picture_goes_where_it_is_said_to(tmp_path, refusal):

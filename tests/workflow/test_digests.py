@@ -94,6 +94,7 @@ CEILINGS = {
     "decisions.py": "what runs do by themselves: an exchange is measured where it can be had at all",
     "hardware.py": "the same: which cards exchange by themselves",
     "model/attention_times.py": "which attention `auto` takes: ceilings measure each",
+    "train/failures.py": "how a rank that failed is told",
     "train/process.py": "how ranks find each other",
 }
 TRIALS = "how a search makes its trials, of which the analysis has the results"

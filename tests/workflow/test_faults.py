@@ -138,6 +138,12 @@ def test_a_second_snakemake_in_the_folder_is_refused_and_the_first_ends_well(sto
     process = held(story, LARGE, go)
     refused = story.snakemake(LARGE, check=False)
     assert "Directory cannot be locked" in refused and "rule run_baseline" not in refused
+
+    remove(story, f"{RESULTS}/study.json")
+    story.snakemake(f"{RESULTS}/study.json")  # it has nothing to do with that run, and takes the locks of all with it
+    assert not (story.folder / ".snakemake" / "locks").exists()
+    refused = story.snakemake(LARGE, check=False)
+    assert "another process is making this run (process" in refused and "cannot be locked" not in refused
     go.touch()
     output, _ = process.communicate()
     assert process.returncode == 0, output[-4000:]

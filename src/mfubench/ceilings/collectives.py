@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal
 
@@ -18,15 +22,25 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from mfubench.ceilings.schema import CollectiveRate, Operation
+from mfubench.ceilings.schema import CollectiveRate, ElementType, Operation
 from mfubench.config import CommunicationConfig
+from mfubench.run_log import write_json
 from mfubench.train.exchange import Exchange, missing_on, symmetric_zeros, take_no_thread_blocks
+from mfubench.train.failures import failure_of, how_ended, read_failures, write_failure
 from mfubench.train.process import Process
 
 MIB = 2**20
 SIZES = {"cuda": (MIB, 16 * MIB, 128 * MIB, 512 * MIB), "cpu": (MIB // 4, 4 * MIB)}
-TIMEOUT_S = 120.0
+OPERATIONS = 2  # of one size, at most
 ROUNDS = 3  # timed; one more warms up
+TIMEOUT_S = 120.0  # for all that is not measured: starting, meeting, filling buffers
+ENDING_S = 10.0  # for the ranks to end by themselves once their result is there
+RESULT = "rates.json"
+ELEMENT_TYPES: dict[torch.dtype, ElementType] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
 
 Device = Literal["cuda", "cpu"]
 Measure = Callable[[Process, float], list[CollectiveRate] | str]
@@ -47,7 +61,8 @@ def measure_collectives(
             continue
         for what, measure in (("collectives", measure_by_kernels), ("exchange", measure_exchange)):
             if what == "exchange" and device_type == "cpu":
-                continue  # it exists for the copy engines of GPUs
+                skipped[f"exchange over {world_size}"] = "it is made by the copy engines of GPUs"
+                continue
             found, problem = run_ranks(measure, world_size, device_type, seconds)
             rates += found
             if problem:
@@ -58,37 +73,86 @@ def measure_collectives(
 def run_ranks(
     measure: Measure, world_size: int, device_type: Device, seconds: float
 ) -> tuple[list[CollectiveRate], str | None]:
-    """Start the ranks, wait for them, and read what rank 0 wrote: rates, or in words what there are none for."""
-    with tempfile.TemporaryDirectory() as folder:
+    """Start the ranks and read what rank 0 wrote: rates, or in words what there are none for.
+
+    A result that is whole counts, however the ranks end.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder, limit_s = Path(name), time_limit_s(device_type, seconds)
         context = multiprocessing.get_context("spawn")
         ranks = [
             context.Process(target=run_rank, args=(measure, rank, world_size, device_type, seconds, folder))
             for rank in range(world_size)
         ]
-        for process in ranks:
-            process.start()
-        deadline_s = time.monotonic() + TIMEOUT_S
-        for process in ranks:
-            process.join(max(0.0, deadline_s - time.monotonic()))
-        alive = [process for process in ranks if process.is_alive()]
-        for process in alive:
-            process.kill()
-            process.join()
-        result = Path(folder) / "rates.json"
-        if alive:
-            return [], f"not finished after {TIMEOUT_S:.0f} s"
-        if not result.exists():
-            return [], f"the ranks ended with exit codes {[process.exitcode for process in ranks]}"
-        found = json.loads(result.read_text(encoding="utf-8"))
-        return ([], found) if isinstance(found, str) else ([CollectiveRate(**rate) for rate in found], None)
+        try:
+            for process in ranks:
+                process.start()
+            failed = wait_for(ranks, folder / RESULT, limit_s)
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        if (folder / RESULT).exists():
+            found = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+            return ([], found) if isinstance(found, str) else ([CollectiveRate(**rate) for rate in found], None)
+        return [], why(*failed, folder) if failed else f"not finished after {limit_s:.0f} s"
 
 
-def run_rank(measure: Measure, rank: int, world_size: int, device_type: Device, seconds: float, folder: str) -> None:
-    """One process: join the others through a file, time each operation and size; rank 0 writes."""
+def time_limit_s(device_type: Device, seconds: float) -> float:
+    """For the ranks, from their start: it grows with the time that they are to measure for."""
+    return TIMEOUT_S + len(SIZES[device_type]) * OPERATIONS * (ROUNDS + 1) / ROUNDS * seconds
+
+
+def wait_for(ranks: Sequence[BaseProcess], result: Path, limit_s: float) -> tuple[int, int] | None:
+    """Wait until all ranks have ended, or a while after their result; or the first that fails, and its exit code."""
+    ends_s = time.monotonic() + limit_s
+    told = False
+    running = dict(enumerate(ranks))
+    while running and time.monotonic() < ends_s:
+        wait([process.sentinel for process in running.values()], timeout=0.1)
+        for rank, process in list(running.items()):
+            code = process.exitcode
+            if code:
+                return rank, code
+            if code is not None:
+                del running[rank]
+        if not told and result.exists():
+            told, ends_s = True, time.monotonic() + ENDING_S
+    return None
+
+
+def why(rank: int, code: int, folder: Path) -> str:
+    """Why there is no result: what the first rank to fail has recorded, or how one ended that could record nothing."""
+    failures = read_failures(folder)
+    if code < 0 or not failures:
+        return f"rank {rank} {how_ended(code)}"
+    return f"rank {failures[0].rank}: {failures[0].reason}"
+
+
+def run_rank(measure: Measure, rank: int, world_size: int, device_type: Device, seconds: float, folder: Path) -> None:
+    """One process: time each operation and size; rank 0 writes. A rank that fails leaves a record."""
+    try:
+        process = join_ranks(rank, world_size, device_type, seconds, folder, by_copies=measure is measure_exchange)
+        found = measure(process, seconds)
+        if rank == 0:
+            write_json(folder / RESULT, found if isinstance(found, str) else [rate.model_dump() for rate in found])
+        dist.destroy_process_group()
+    except BaseException as error:
+        write_failure(folder, failure_of(rank, error, folder))
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+        os._exit(1)  # leaving the process group in order would wait for ranks that are stuck
+
+
+def join_ranks(
+    rank: int, world_size: int, device_type: Device, seconds: float, folder: Path, *, by_copies: bool
+) -> Process:
+    """Take a rank's device and meet the others through a file."""
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
-        if measure is measure_exchange:
+        if by_copies:
             take_no_thread_blocks()
     else:
         torch.set_num_threads(1)
@@ -97,17 +161,13 @@ def run_rank(measure: Measure, rank: int, world_size: int, device_type: Device, 
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=time_limit_s(device_type, seconds)),
         device_id=device if device_type == "cuda" else None,
     )
     warnings.filterwarnings(  # torch 2.13 renames them, 2.11 has no others
         "ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning
     )
-    found = measure(Process(rank, world_size, rank, device), seconds)
-    if rank == 0:
-        rates = found if isinstance(found, str) else [rate.model_dump() for rate in found]
-        (Path(folder) / "rates.json").write_text(json.dumps(rates), encoding="utf-8")
-    dist.destroy_process_group()
+    return Process(rank, world_size, rank, device)
 
 
 def measure_by_kernels(process: Process, seconds: float) -> list[CollectiveRate]:
@@ -159,6 +219,7 @@ def rate_of(operation: Operation, buffer: Tensor, process: Process, time_s: floa
         operation=operation,
         backend="nccl" if process.on_cuda else "gloo",
         world_size=ranks,
+        dtype=ELEMENT_TYPES[buffer.dtype],
         bytes=buffer.nbytes,
         time_s=time_s,
         bus_gb_s=buffer.nbytes / time_s / 1e9 * (ranks - 1) / ranks * crossings,

@@ -251,8 +251,10 @@ def describe(ceilings: Ceilings) -> str:
     if ceilings.copy_rate:
         lines.append(f"  copy: {ceilings.copy_rate.gb_s:.4g} GB/s")
     for collective in ceilings.collectives:
-        what = f"{collective.operation} over {collective.world_size}, {collective.bytes / 2**20:g} MiB"
-        lines.append(f"  {what}: {collective.bus_gb_s:.4g} GB/s bus")
+        size = f"{collective.bytes / 2**20:g} MiB of {collective.dtype}"
+        lines.append(
+            f"  {collective.operation} over {collective.world_size}, {size}: {collective.bus_gb_s:.4g} GB/s bus"
+        )
     lines += [f"  {what}: not measured: {why}" for what, why in ceilings.collectives_skipped.items()]
     return "\n".join(lines)
 
@@ -263,7 +265,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--request", required=True, help="models, seq_len, micro_batch_size, dtypes, seconds … as JSON")
     parser.add_argument("--output", required=True, type=Path)
     arguments = parser.parse_args(argv)
-    values: Any = json.loads(arguments.request)
+    try:
+        values: Any = json.loads(arguments.request)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"--request: is no JSON ({error})") from None
     request: Request = parse(Request, values, "--request")
     ceilings = measure(**{name: getattr(request, name) for name in Request.model_fields})
     write_json(arguments.output, ceilings.model_dump(mode="json"))

@@ -12,6 +12,7 @@ from mfubench.run_log import read_artifact
 Product = Literal["forward", "input_gradient", "weight_gradient"]
 Arithmetic = Literal["bf16", "fp16", "tf32", "fp32"]
 Operation = Literal["all_reduce", "reduce_scatter", "exchange"]
+ElementType = Literal["bf16", "fp16", "fp32"]
 
 
 Rate = Annotated[float, Field(gt=0)]
@@ -84,6 +85,7 @@ class CollectiveRate(Record):
     operation: Operation
     backend: Literal["nccl", "gloo"]
     world_size: int
+    dtype: ElementType  # of the numbers that are summed
     bytes: int  # of the whole buffer of one rank
     time_s: float  # of one call, median, the slowest rank's
     bus_gb_s: float

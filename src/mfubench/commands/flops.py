@@ -18,7 +18,9 @@ def flops(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, e.g. num_hidden_layers=4.")
     ] = None,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence; default: 2048, or all learned positions if fewer.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Parameters and training FLOPs per token of a model, by every convention."""
@@ -29,10 +31,14 @@ def flops(
     # a study and `mfubench train` say model.num_hidden_layers=4: understood here too
     pairs = [pair.removeprefix("model.") for pair in overrides or []]
     config = load_model(model, parse_overrides(pairs))
+    if seq_len is None:
+        seq_len = min(2048, config.max_position_embeddings) if config.position == "learned" else 2048
+    config.check_seq_len(seq_len)
     terms = flop_terms(config, seq_len)
     if as_json:
         conventions = {convention: flops_per_token(terms, convention) for convention in CONVENTIONS}
-        typer.echo(json.dumps({"model": model, "parameters": terms.parameters, "flops_per_token": conventions}))
+        counts = {"model": model, "seq_len": seq_len, "parameters": terms.parameters, "flops_per_token": conventions}
+        typer.echo(json.dumps(counts))
         return
     from rich.console import Console
 

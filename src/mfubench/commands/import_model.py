@@ -24,5 +24,6 @@ def import_model(
     from mfubench.experiments import parse_overrides
 
     model = import_checkpoint(source, output, settings=parse_overrides(settings or []), data=data).model
-    typer.echo(f"{output}: written. The preset of this model, for config/models.yaml:\n")
+    typer.echo(f"{output}: written. Runs of other presets of this shape go on from it with model.name={model.name}.")
+    typer.echo("The preset of this model, for config/models.yaml:\n")
     typer.echo(yaml.safe_dump({model.name: model.model_dump(exclude={"name"})}, sort_keys=False))

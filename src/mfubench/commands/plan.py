@@ -39,7 +39,7 @@ def loss(
         typer.echo(json.dumps(result))
     else:
         ratio = format_digits(tokens / parameters)
-        typer.echo(f"loss {result['loss']:.5f} at D/N {ratio} ({chinchilla.source})")
+        typer.echo(f"loss {result['loss']:.5f} nats per token at D/N {ratio} ({chinchilla.source})")
 
 
 @app.command()
@@ -64,7 +64,7 @@ def cost(
         return
     ratio = format_digits(design.tokens_per_parameter)
     typer.echo(f"{model}: N {design.parameters:,}, D {format_count(tokens)}, D/N {ratio}")
-    typer.echo(f"loss    {design.loss:.5f} ({law})")
+    typer.echo(f"loss    {design.loss:.5f} nats per token ({law})")
     for name, flops in result["cost_flops"].items():
         typer.echo(f"{name:<7} {flops:.4e} FLOPs")
 

@@ -27,7 +27,12 @@ def train(
         int | None, typer.Option(help="GPUs to take; default: world_size where there are GPUs.", min=0)
     ] = None,
 ) -> None:
-    """Train MODEL once: mfubench train llama2-tiny max_iters=50 micro_batch_size=8 model.num_hidden_layers=2"""
+    """Train MODEL once: mfubench train llama2-tiny max_iters=50 micro_batch_size=8 model.num_hidden_layers=2
+
+    Exits with 0 where a run JSON was written: its status says whether the run is ok, oom, diverged or skipped (for want
+    of what `requires` names). With 75 where it was stopped with a checkpoint, from which --resume goes on. With any
+    other code it failed or was refused: the last lines say why.
+    """
     from mfubench.config import ConfigError
     from mfubench.experiments import build_run, parse_overrides
     from mfubench.lease import visible_cards

@@ -78,15 +78,19 @@ def nest(overrides: Overrides) -> Overrides:
 
 
 def parse_overrides(pairs: list[str]) -> Overrides:
-    """`key=value` words of a command line as overrides; values are YAML. Raises ConfigError on another form."""
+    """`key=value` words of a command line as overrides; values are YAML.
+
+    Raises ConfigError on another form, and for a key that is given twice.
+    """
     overrides: Overrides = {}
     for pair in pairs:
         key, sign, text = pair.partition("=")
         if not sign or not key:
             raise ConfigError(f"{pair!r}: write key=value, such as micro_batch_size=8 or loader.kind=memmap")
+        if key in overrides:
+            raise ConfigError(f"{pair!r}: {key} is given twice; keep one of them")
         try:
-            value = yaml.safe_load(text)
+            overrides[key] = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"{pair!r}: the value is not YAML ({' '.join(str(error).split())})") from None
-        overrides = merge(overrides, {key: value})
-    return overrides
+    return nest(overrides)

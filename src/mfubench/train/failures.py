@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -114,6 +115,11 @@ def full_disk(folder: Path) -> str | None:
     """A sentence where no room is left on the disk: what fails then hardly ever says so itself."""
     free = shutil.disk_usage(folder).free
     return f"no room is left on the disk of {folder}: make some and start again" if free <= FULL_DISK else None
+
+
+def how_ended(code: int) -> str:
+    """What a process's exit code says of its bad end."""
+    return f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def ranks_folder(work: Path) -> Path:

@@ -13,7 +13,15 @@ from typing import BinaryIO
 
 from mfubench.config import ConfigError, RunConfig
 from mfubench.slurm import STEP
-from mfubench.train.failures import Failure, Kind, ranks_folder, read_failures, says_out_of_memory, write_failure
+from mfubench.train.failures import (
+    Failure,
+    Kind,
+    how_ended,
+    ranks_folder,
+    read_failures,
+    says_out_of_memory,
+    write_failure,
+)
 
 GRACE_S = 15.0  # for the other ranks to end by themselves after one has failed
 
@@ -40,17 +48,15 @@ def rank_environment(config: RunConfig, work: Path, local_rank: int) -> dict[str
 
 
 def threads_of_a_rank(ranks_a_node: int) -> dict[str, str]:
-    """The rank's share of the cores for OpenMP and MKL, or fewer where the user says so.
+    """The rank's share of the cores for OpenMP and MKL, or fewer where the user says so to either of them.
 
     (snakemake sets these variables to all threads of the rule: those of all ranks together.)
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // ranks_a_node)
-    threads = {}
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        wanted = os.environ.get(name, "")
-        threads[name] = str(min(share, int(wanted)) if wanted.isdigit() and int(wanted) else share)
-    return threads
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    given = [os.environ.get(name, "") for name in names]
+    wanted = [int(threads) for threads in given if threads.isdigit() and int(threads)]
+    return dict.fromkeys(names, str(min([max(1, cores // ranks_a_node), *wanted])))
 
 
 def rendezvous_file(config: RunConfig, work: Path) -> Path:
@@ -111,7 +117,7 @@ class Ranks:
         if any(record.rank == rank for record in records) or (code > 0 and records):
             return
         tail = self.log_file(rank).read_bytes()[-8000:].decode(errors="replace")
-        ended = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+        ended = how_ended(code)
         # an abort is how NCCL and gloo end a process whose peer is gone: a cause only where nothing came before it
         kind: Kind = "error" if code == -signal.SIGABRT and not first else "died"
         if count_oom_kills() > self.oom_kills:
