@@ -11,7 +11,7 @@ rule declare_study:
     priority: PRIORITY["machine"]
     localrule: True
     params:
-        study=lambda wildcards: STUDY.to_json(),
+        study=lambda wildcards: STUDY.to_json(CONFIG_FILES),
     template_engine:
         "jinja2"
 

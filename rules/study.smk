@@ -34,11 +34,8 @@ MACHINE_SECTION = (
     config.get("machine") if isinstance(config.get("machine"), dict) else {}
 )
 PROCESSES_PER_NODE = processes_per_node(MACHINE_SECTION.get("gpus", "auto"))
-CONFIG_FILE = (
-    os.path.relpath(workflow.configfiles[-1])
-    if workflow.configfiles
-    else "config/config.yaml"
-)
+CONFIG_FILES = [os.path.relpath(file) for file in workflow.configfiles]
+CONFIG_FILE = CONFIG_FILES[-1] if CONFIG_FILES else "config/config.yaml"
 try:
     # Snakemake's own reading keeps the last of two equal keys: here they are refused.
     for given in workflow.configfiles:

@@ -264,6 +264,24 @@ def test_weak_scaling_of_busy_or_impossible_runs_is_objected_to() -> None:
     assert series["efficiency"] == pytest.approx(5, rel=0.01) and "more than 105%" in series["objection"]
 
 
+@pytest.mark.parametrize(("threads", "cores", "shared"), [((2, 1), 2, True), ((1, 1), 2, False), ((2, 2), 2, True)])
+def test_processes_that_share_cores_are_no_scaling_of_hardware(
+    threads: tuple[int, int], cores: int, shared: bool
+) -> None:
+    """Two of one thread each have no more cores than one of two had; nor have two of two, where there are two."""
+    logs = []
+    for name, world_size, own in (("scaling/one", 1, threads[0]), ("scaling/two", 2, threads[1])):
+        log = make_run_log(
+            name=name, device="cpu", world_size=world_size, parallelism="ddp" if world_size > 1 else "none"
+        )
+        log.environment.cpu_threads, log.environment.cpu_count = own, cores
+        logs.append(log)
+    report = audit_logs(logs)
+    words = f"the processes share the same cores (threads a process: {threads[0]}, {threads[1]})"
+    assert report.weak_scaling[0]["objection"] == (f"no scaling of hardware: {words}" if shared else None)
+    assert (words in report.to_text()) == shared
+
+
 def test_a_run_that_is_named_twice_is_judged_once(tmp_path: Path) -> None:
     write_study(tmp_path, [make_run_log()])
     (file,) = (tmp_path / "runs").glob("*/*.json")

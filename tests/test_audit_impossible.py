@@ -16,7 +16,7 @@ from mfubench.audit import Finding, audit_paths, audit_run
 from mfubench.cli import app
 from mfubench.config import ConfigError, EvaluationConfig, MeasurementConfig
 from mfubench.flops import executed_flops_per_token, flop_terms
-from mfubench.host_load import contention, contention_of_run
+from mfubench.host_load import contention, contention_of_ceilings, contention_of_run
 from mfubench.measured_runs import REFERENCE
 from mfubench.run_log import RunLog, Step, read_run_log, write_json, write_run_log
 from mfubench.run_plot import plot_run
@@ -208,6 +208,16 @@ def test_a_ceiling_that_others_disturbed_is_the_one_to_doubt() -> None:
     disturbed = CEILINGS.model_copy(update={"telemetry": load(100.0, 0.6)})
     (finding,) = audit_run(cpu_run_at(2.0), disturbed)
     assert "doubt the ceiling: other processes took 1.4 of 2 cores" in finding.sentence
+    assert "delete the study's ceilings.json and call snakemake again" in finding.sentence
+
+
+def test_ceilings_of_a_card_do_not_wait_for_cores() -> None:
+    on_cpu, on_card = (make_ceilings(device, "fp32", 0.1) for device in ("cpu", "cuda"))
+    disturbed = {"telemetry": load(100.0, 0.6)}
+    taken = contention_of_ceilings(on_cpu.model_copy(update=disturbed), 2)
+    assert taken is not None and taken.others == pytest.approx(1.4)
+    assert contention_of_ceilings(on_cpu, 2) is None
+    assert contention_of_ceilings(on_card.model_copy(update=disturbed), 2) is None
 
 
 def test_a_cpu_run_without_ceilings_says_what_was_not_checked(tmp_path: Path) -> None:

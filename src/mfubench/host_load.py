@@ -1,10 +1,15 @@
-"""Whether a machine did other work while it measured: the host's load beside what the measured processes got."""
+"""Whether a machine did other work while it measured: the host's load beside what the measured processes got.
+
+And which cores a CPU run's processes had: more of them may share the cores that one had alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mfubench.ceilings.schema import Ceilings
 from mfubench.run_log import RunLog
 
 LACKING = 0.25  # of the cores that its threads could use, which a run did not get: less is waiting of its own
@@ -39,6 +44,11 @@ def contention_of_run(log: RunLog) -> Contention | None:
     return contention(log.telemetry, ranks_here * environment.cpu_threads, environment.cpu_count)
 
 
+def contention_of_ceilings(ceilings: Ceilings, cores: int) -> Contention | None:
+    """As `contention_of_run`, of the ceilings of a machine of so many cores."""
+    return contention(ceilings.telemetry, ceilings.threads, cores) if ceilings.device == "cpu" else None
+
+
 def contention(telemetry: dict[str, Any] | None, threads: int, cores: int) -> Contention | None:
     """As `contention_of_run`, of any telemetry summary: `threads` could have used as many of the machine's `cores`.
 
@@ -55,3 +65,32 @@ def contention(telemetry: dict[str, Any] | None, threads: int, cores: int) -> Co
     if lacking < LACKING * wanted or idle > lacking / 2 or others < LACKING * wanted:
         return None
     return Contention(others, cores, own["median"], wanted)
+
+
+@dataclass(frozen=True)
+class ProcessCores:
+    """What the processes of a CPU run had."""
+
+    threads: int  # of one process
+    cores: int  # that the threads of all of them could use, on all nodes
+
+
+def cores_of_run(log: RunLog) -> ProcessCores | None:
+    """None of a GPU run, whose processes have a card each."""
+    environment, config = log.environment, log.config
+    if environment.device != "cpu":
+        return None
+    cores = min(config.world_size * environment.cpu_threads, config.nnodes * environment.cpu_count)
+    return ProcessCores(environment.cpu_threads, cores)
+
+
+def shared_cores(by_processes: Sequence[ProcessCores | None]) -> str | None:
+    """In words, that more processes shared the cores that fewer had: a rate of theirs is none of more hardware.
+
+    by_processes: the fewest first. None where more processes had more cores, and of GPU runs.
+    """
+    known = [cores for cores in by_processes if cores is not None]
+    if not any(more.cores <= known[0].cores for more in known[1:]):
+        return None
+    threads = ", ".join(str(cores.threads) for cores in known)
+    return f"the processes share the same cores (threads a process: {threads})"

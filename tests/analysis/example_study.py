@@ -230,6 +230,13 @@ def write_ceilings(folder: Path, device: str, device_name: str, rates: dict[str,
     write_json(folder / "ceilings.json", ceilings.model_dump(mode="json"))
 
 
+def disturb_ceilings(folder: Path) -> None:
+    """As if other processes had taken 1.4 of 2 cores while the ceilings were measured."""
+    ceilings = json.loads((folder / "ceilings.json").read_text())
+    ceilings["telemetry"] = {"host": {"cpu_percent": {"median": 100.0}, "run_cores": {"median": 0.6}}}
+    write_json(folder / "ceilings.json", ceilings)
+
+
 def write_study_file(folder: Path, study: str, cases: list[str], expectations: str | None, price: float | None) -> None:
     write_json(
         folder / "study.json",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from analysis.example_study import declare, disturb_ceilings
 from factories import make_model, make_run_config
 
 from mfubench.analysis.answer import answers, command_for
@@ -58,8 +59,35 @@ def test_hiccups_and_failures_make_a_setting_unstable(changed_study: Path):
     write_run_log(path, log)
     (answer,) = answers(Findings.of(changed_study))
     assert answer.fastest.case == "tiers/tier3"
-    assert answer.most_stable.case != "tiers/tier3"
+    assert answer.most_stable is not None and answer.most_stable.case != "tiers/tier3"
     assert answer.fastest.stability is not None and answer.fastest.stability.outliers == 10
+
+
+def titles_of(found: Findings) -> list[str]:
+    (cards,) = [block for block in answer_section(found).blocks if isinstance(block, Cards)]
+    return [card.title for card in cards.cards]
+
+
+def test_the_only_setting_near_the_fastest_is_not_called_stable(found: Findings, changed_study: Path):
+    assert titles_of(found)[0] in ("Fastest", "Fastest and most stable") and "table" in "".join(titles_of(found))
+    slow_down(changed_study / "runs" / "tiers" / "tier3.json", 1 / 1.3)
+    alone = Findings.of(changed_study)
+    (answer,) = answers(alone)
+    assert answer.fastest.case == "tiers/tier3" and answer.most_stable is None
+    assert titles_of(alone) == ["Fastest"]
+
+
+def test_one_setting_under_two_names_is_not_the_more_stable_of_two(changed_study: Path):
+    slow_down(changed_study / "runs" / "tiers" / "tier3.json", 1 / 1.3)
+    log = read_run_log(changed_study / "runs" / "tiers" / "tier3.json")
+    config = log.config.model_copy(update={"name": "tiers/tier4"})
+    write_run_log(
+        changed_study / "runs" / "tiers" / "tier4.json", log.model_copy(update={"name": config.name, "config": config})
+    )
+    declare(changed_study, config.name)
+    (answer,) = answers(Findings.of(changed_study))
+    assert len([item for item in answer.candidates if item.tokens_per_s > 0.9 * answer.fastest.tokens_per_s]) == 2
+    assert answer.most_stable is None
 
 
 def test_settings_that_cannot_be_told_apart_are_named(changed_study: Path):
@@ -134,6 +162,10 @@ def test_a_rate_above_the_peak_is_not_recommended(cpu_study: Path, tmp_path: Pat
     mfu = answer.fastest.runs[0].headline_mfu
     assert mfu is not None and mfu > 1
     assert f"has an MFU of {100 * mfu:.1f} %, above the matmul measured here" in (answer.doubt or "")
+    assert "Raise `repeats` in the study" in words_of(answer_section(Findings.of(study)))
+    disturb_ceilings(study)
+    words = words_of(answer_section(Findings.of(study)))
+    assert "Measure the ceilings anew first" in words and "Raise `repeats`" not in words
 
 
 @pytest.mark.parametrize(("causal", "possible"), [(0.8, True), (1.1, False)])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -52,7 +53,10 @@ def test_a_loss_within_the_spread_is_none(gpu_study: Path, changed_study: Path):
         name = f"tiers/tier1-repeat{repeat}"
         write_run_log(changed_study / "runs" / f"{name}.json", make_gpu_log(name, 7, speed=speed))
     write_run_log(changed_study / "runs" / "tiers" / "tier3.json", make_gpu_log("tiers/tier3", 7, speed=0.97))
-    assert verdicts(gpu_study, changed_study)["tiers/tier3"] == "no difference"
+    assert verdicts(gpu_study, changed_study)["tiers/tier3"] == "not told apart"
+    told = shown(gpu_study, changed_study, 160)
+    assert re.search(r"^no regression beyond 2\.0 %; \d+ cases not told apart$", told, flags=re.M)
+    assert "not told apart" not in shown(gpu_study, gpu_study, 160)
 
 
 def test_a_case_that_no_longer_ends_well_is_broken(gpu_study: Path, changed_study: Path):

@@ -9,6 +9,7 @@ from analysis.example_study import noisy_steps
 from factories import ATTENTION_KERNELS, make_run_log, with_threads
 
 from mfubench.analysis.effects import (
+    Effect,
     differing_settings,
     judge_effect,
     judge_effects,
@@ -20,6 +21,7 @@ from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import measure
 from mfubench.analysis.report.blocks import Table
 from mfubench.analysis.report.measured_sections import effects_section
+from mfubench.analysis.statistics import ProcessSpread
 from mfubench.analysis.tables import effects_table
 from mfubench.config import KernelsConfig
 from mfubench.run_log import Choice, Kernels, RunLog, read_run_log, write_run_log
@@ -161,8 +163,48 @@ def test_an_effect_that_nothing_can_be_told_of_is_not_called_none(changed_study:
     assert by_name["DataLoader"].verdict == "too noisy"
     table = effects_table(found.effects).set_index("effect")
     assert table.loc["DataLoader", "verdict"] == "too noisy"
-    rows = next(block for block in effects_section(found).blocks if isinstance(block, Table)).rows
-    assert next(row for row in rows if row[0] == "DataLoader")[1].startswith("too noisy to tell (")
+    assert next(row for row in effects_rows(found) if row[0] == "DataLoader")[1].startswith("too noisy to tell (")
+
+
+def effect_of(found: Findings, log_deviation: float, expected: str | None, expectations=None) -> Effect:
+    """Of two processes that differ in CUDA graphs, on a machine whose processes differ by so much."""
+    control = noisy(make_run_log(name="tiers/tier2"), 60_000, 1)
+    arm = noisy(make_run_log(name="tiers/tier3", cuda_graphs=True), 60_600, 2)
+    spread = ProcessSpread(log_deviation, 30, 5, 35)
+    arms = "tiers/tier3", "tiers/tier2"
+    return judge_effect(found.study, measured(a=control, b=arm), "graphs", *arms, expected, spread, expectations)
+
+
+def test_an_interval_that_holds_what_was_expected_is_no_proof_of_none(found: Findings):
+    """+1 % with an interval of 3 points to either side, by the study's words or the testing guide's +5 to 15 %."""
+    assert effect_of(found, 0.01, None).verdict == "no difference"
+    assert effect_of(found, 0.01, "+10-20 %").verdict == "no difference"
+    assert effect_of(found, 0.01, "+3-5 %").verdict == "not told apart"
+    wide = effect_of(found, 0.02, None)
+    assert wide.difference is not None and wide.difference.interval.high > 0.05 and wide.verdict == "not told apart"
+    assert found.expectations is not None
+    arms = ("tiers/tier3", "tiers/tier2")
+    guide = next(item for item in found.expectations.effects if (item.arm, item.control) == arms)
+    assert guide.rank == "primary" and guide.change == (0.05, 0.15)
+    assert effect_of(found, 0.01, None, found.expectations).verdict == "no difference"
+    lower = found.expectations.model_copy(update={"effects": (guide.model_copy(update={"change": (0.03, 0.15)}),)})
+    assert effect_of(found, 0.01, None, lower).verdict == "not told apart"
+
+
+def test_a_setting_that_was_not_told_apart_is_not_as_expected_either(found: Findings):
+    wide = effect_of(found, 0.05, "+5-15 %", found.expectations)
+    (row,) = effects_rows(replace(found, effects=[wide]))
+    assert row[1].startswith("not told apart (+1.") and row[3] == "+5-15 %: not told apart"
+    narrow = effect_of(found, 0.002, "+5-15 %", found.expectations)
+    (row,) = effects_rows(replace(found, effects=[narrow]))
+    assert row[3] == "+5-15 %: ▼ below"
+    table = effects_table([wide]).set_index("effect")
+    assert table.loc["graphs", "verdict"] == "not told apart"
+    assert "goes no further than 5 % to either side" in effects_section(found).blocks[0].text
+
+
+def effects_rows(found: Findings):
+    return next(block for block in effects_section(found).blocks if isinstance(block, Table)).rows
 
 
 def test_memory_of_an_effect(found: Findings):

@@ -7,8 +7,8 @@ from analysis.example_study import make_gpu_log
 from factories import make_run_log
 
 from mfubench.analysis.contradictions import contradictions, implied_mfu
-from mfubench.analysis.expectations import load_expectations
-from mfubench.analysis.expected import compare_expectations, expected_change, judge_effect_size
+from mfubench.analysis.expectations import expected_change, load_expectations, stated_change
+from mfubench.analysis.expected import compare_expectations, judge_effect_size
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import measure
 from mfubench.config import ConfigError
@@ -165,10 +165,27 @@ def test_an_unknown_machine_or_file(tmp_path: Path):
         load_expectations("other", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        ("+20 %", (0.2, 0.2)),
+        ("+3-5 %", (0.03, 0.05)),
+        ("+3 to 5 %", (0.03, 0.05)),
+        ("-20-30 %", (-0.3, -0.2)),
+        ("−50 %", (-0.5, -0.5)),
+        ("2x slower", None),
+        ("about +20 %", None),
+        (None, None),
+    ],
+)
+def test_the_words_of_a_study_state_a_change(words: str | None, change: tuple[float, float] | None):
+    assert stated_change(words) == (None if change is None else pytest.approx(change))
+
+
 def test_effects_against_the_testing_guide(found: Findings):
     verdicts = {}
     for effect in found.effects:
-        change = expected_change(effect, found.expectations)
+        change = expected_change(effect.arm, effect.control, found.expectations)
         verdicts[effect.name] = (change, judge_effect_size(effect, change)) if change else None
     assert verdicts["torch.compile"] == ((0.20, 0.20), "above")  # +25.7 %
     assert verdicts["CUDA graphs"] == ((0.05, 0.15), "below")  # +3.5 %

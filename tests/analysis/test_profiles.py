@@ -339,9 +339,22 @@ def test_a_profile_of_a_busy_machine_says_so_first(found: Findings, profiled: Pr
     assert "next optimisation" in headline_blocks(found, profiled)[0].text
 
 
+def test_best_times_of_a_busy_machine_name_no_next_optimisation(found: Findings, profiled: Profiled):
+    ceilings = found.study.ceilings
+    assert ceilings is not None and found.study.environment is not None
+    wanted = {"device": "cpu", "threads": found.study.environment.cpu_count}
+    host = {"cpu_percent": {"median": 100.0}, "run_cores": {"median": 40.0}}
+    busy = ceilings.model_copy(update={**wanted, "telemetry": {"host": host}})
+    disturbed = replace(found, study=replace(found.study, ceilings=busy))
+    (first, second, *_) = headline_blocks(disturbed, profiled)
+    assert first.text.startswith("**No next optimisation of `tiers/tier3` is named:** other processes took 64.0 of 104")
+    assert first.tone == "warning" and second.kind == "figure"
+
+
 def test_without_ceilings_the_report_says_how_to_get_them(changed_study: Path):
     (changed_study / "ceilings.json").unlink()
-    assert "The machine's ceilings were not measured" in words_of(changed_study)
+    told = "The machine's ceilings were not measured, so only gaps, copies and communication have a best time: "
+    assert f"{told}`snakemake --cores all analysis --configfile …` measures them." in words_of(changed_study)
 
 
 def test_without_a_profile_the_report_says_how_to_get_one(cpu_study: Path, changed_study: Path):

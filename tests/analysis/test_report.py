@@ -8,13 +8,23 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from analysis.example_study import add_untried_case, declare, make_gpu_log, write_gpu_study, write_memory_search
+from analysis.example_study import (
+    add_untried_case,
+    declare,
+    disturb_ceilings,
+    make_gpu_log,
+    write_gpu_study,
+    write_memory_search,
+)
+from factories import make_run_log
 
 from mfubench import cli
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report import main, write_report
+from mfubench.analysis.report.blocks import Table
+from mfubench.analysis.report.closing_sections import left_out_section, variables_of
 from mfubench.analysis.report.render import inline_html, markdown_cell, sections_of
-from mfubench.run_log import read_run_log, write_json, write_run_log
+from mfubench.run_log import Resume, RunLog, read_run_log, write_json, write_run_log
 
 pytestmark = pytest.mark.slow  # each report draws nine figures twice
 
@@ -153,6 +163,17 @@ def test_no_difference_skips_and_fallbacks_are_told(page: Page):
         assert words in page.words
 
 
+def test_a_run_whose_earlier_steps_ran_on_another_machine_is_told(gpu_study: Path):
+    found = Findings.of(gpu_study)
+    log = found.study.runs["tiers/tier1"]
+    resume = Resume(step=12, at="2026-03-02T08:59:50+00:00", changed=["cards: A there, B here"])
+    found.study.runs["tiers/tier1"] = log.model_copy(update={"resumes": [resume]})
+    told = [block.rows for block in left_out_section(found).blocks if isinstance(block, Table)][-1]
+    assert told == [
+        ["`tiers/tier1`", "the steps before step 12 are warm-up, they ran otherwise: cards: A there, B here"]
+    ]
+
+
 def test_summary_has_exactly_the_agreed_keys(written: Path):
     summary = json.loads((written / "summary.json").read_text())
     assert set(summary) == {"machine", "study", "cases", "recommended", "time"}
@@ -190,6 +211,33 @@ def test_a_cpu_study_reads_sensibly(cpu_study: Path, tmp_path: Path):
     assert "tokens/s/process" in page.words and "tokens/s/GPU" not in page.words
     assert "matmul measured on" in page.words
     assert "resident set" in page.words
+
+
+def test_ceilings_of_a_busy_machine_are_doubted_at_the_head(cpu_study: Path, tmp_path: Path):
+    study = Path(shutil.copytree(cpu_study, tmp_path / "a study"))
+    assert "cores while the ceilings were measured" not in page_of(study).words
+    disturb_ceilings(study)
+    words = " ".join(page_of(study).words.split())
+    head = words[: words.index("Which settings to train with")]
+    told = "Other processes took 1.4 of 2 cores while the ceilings were measured: every MFU is too high"
+    assert told in head and f"rm '{study}/ceilings.json' && snakemake --cores all --configfile … measures" in head
+    assert "with nothing else running here. Audit: " in re.sub(r"\s+", " ", (study / "report.md").read_text("utf-8"))
+    declared = json.loads((study / "study.json").read_text())
+    write_json(study / "study.json", declared | {"config_files": ["config/studies/mine.yaml"]})
+    assert "&& snakemake --cores all --configfile config/studies/mine.yaml measures" in page_of(study).words
+
+
+def test_a_variable_that_runs_had_otherwise_is_told_with_their_number():
+    def log(**variables: str) -> RunLog:
+        made = make_run_log(device="cpu")
+        made.environment.variables = variables
+        return made
+
+    logs = [log(OMP_NUM_THREADS="2", NCCL_DEBUG="WARN")] * 17 + [log(OMP_NUM_THREADS="1", NCCL_DEBUG="WARN")] * 4
+    assert variables_of(logs) == {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "2 in 17 runs; 1 in 4 runs"}
+    assert variables_of([*logs, log(NCCL_DEBUG="WARN")])["OMP_NUM_THREADS"].endswith("1 in 4 runs; not set in 1 run")
+    many = [log(MFUBENCH_LEASE=f"card {number}") for number in range(7)]
+    assert variables_of(many)["MFUBENCH_LEASE"].endswith("card 3 in 1 run; 3 other values in the rest")
 
 
 def test_the_limit_of_a_memory_search_is_not_called_exact_on_a_cpu(cpu_study: Path, page: Page, tmp_path: Path):

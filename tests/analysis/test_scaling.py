@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from factories import make_run_log
+from matplotlib.text import Text
 
+from mfubench.analysis.figures import scaling
+from mfubench.analysis.figures.style import LIGHT
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import measure
+from mfubench.analysis.report.blocks import Notice, Table
+from mfubench.analysis.report.measured_sections import scaling_section
 from mfubench.analysis.scaling import scaling_points
+from mfubench.analysis.tables import scaling_table
 from mfubench.run_log import Choice
 
 
@@ -162,6 +169,44 @@ def test_cases_of_one_name_that_ran_otherwise_are_two_series():
         ("a (attention cudnn)", 2): pytest.approx(0.8, rel=0.02),
         ("a (attention fa3)", 2): None,
     }
+
+
+def cpu_points(*sizes: tuple[int, int], cores: int):
+    """Points of a CPU series of (processes, threads of each) on so many cores."""
+    logs = []
+    for world_size, threads in sizes:
+        parallelism = "none" if world_size == 1 else "ddp"
+        log = make_run_log(
+            name=f"scaling/a-gpus{world_size}", device="cpu", world_size=world_size, parallelism=parallelism
+        )
+        log.environment.cpu_threads, log.environment.cpu_count = threads, cores
+        logs.append(log)
+    return scaling_points({log.name: measure(log, None) for log in logs})
+
+
+def test_processes_on_the_same_cores_are_no_scaling_of_hardware(cpu_study: Path):
+    one, two, four = cpu_points((1, 2), (2, 1), (4, 1), cores=2)
+    assert (one.shares_cores, two.shares_cores, four.shares_cores) == (False, True, True)
+    found = replace(Findings.of(cpu_study), scaling=[one, two, four])
+    blocks = scaling_section(found).blocks
+    (notice,) = [block for block in blocks if isinstance(block, Notice)]
+    words = "the processes share the same cores (threads a process: 2, 1, 1)"
+    assert notice.text == f"a: {words}, so that the efficiency is no scaling of hardware."
+    (rows,) = [block.rows for block in blocks if isinstance(block, Table)]
+    assert [row[4].endswith("(same cores)") for row in rows] == [False, True, True]
+    table = scaling_table([one, two, four])
+    assert list(table.threads_per_process) == [2, 1, 1] and list(table.same_cores) == [False, True, True]
+    with LIGHT.applied():
+        figure = scaling.draw(found, LIGHT)
+    shown = " ".join(" ".join(text.get_text() for text in figure.findobj(Text)).split())
+    assert words in shown
+
+
+def test_processes_with_cores_of_their_own_are_scaling(gpu_study: Path):
+    assert not any(point.shares_cores for point in cpu_points((1, 1), (2, 1), cores=2))
+    found = Findings.of(gpu_study)
+    assert not any(isinstance(block, Notice) for block in scaling_section(found).blocks)
+    assert scaling_table(found.scaling)[["threads_per_process", "same_cores"]].isna().all(axis=None)
 
 
 def test_efficiency_is_the_ratio_of_the_rates_shown():

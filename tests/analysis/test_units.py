@@ -16,6 +16,7 @@ from mfubench.analysis.units import (
     format_seconds,
     format_signed_percent,
     format_tflops,
+    told_of,
 )
 
 
@@ -59,6 +60,26 @@ def test_a_difference_in_words():
     def difference(change: float, low: float, high: float) -> Difference:
         return Difference(change, Interval(low, high), "repeats", 2, 2)
 
-    assert format_difference(difference(0.05, 0.04, 0.06)) == "+5.0 %\n(+4.0 … +6.0 %)"
-    assert format_difference(difference(0.01, -0.01, 0.03)) == "no difference\n(−1.0 … +3.0 %)"
-    assert format_difference(difference(0.5, -0.9, 9.0)) == "too noisy to tell"
+    assert format_difference(difference(0.05, 0.04, 0.06), "faster") == "+5.0 %\n(+4.0 … +6.0 %)"
+    assert format_difference(difference(0.01, -0.01, 0.03), "no difference") == "no difference\n(−1.0 … +3.0 %)"
+    assert format_difference(difference(0.1, -0.1, 0.4), "not told apart") == "not told apart\n(−10.0 … +40.0 %)"
+    assert format_difference(difference(0.5, -0.9, 9.0), "too noisy") == "too noisy to tell"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected", "told"),
+    [
+        (0.01, 0.30, None, "faster"),
+        (-0.30, -0.01, (-0.3, -0.2), "slower"),
+        (-0.01, 0.03, None, "no difference"),
+        (-0.05, 0.05, (0.2, 0.2), "no difference"),
+        (-0.01, 0.03, (0.03, 0.05), "not told apart"),  # it holds what was expected, too
+        (-0.03, 0.01, (-0.05, -0.02), "not told apart"),
+        (-0.01, 0.03, (0.0, 0.05), "no difference"),  # nothing was expected among others
+        (-0.02, 0.06, None, "not told apart"),
+        (-0.169, 0.98, (0.2, 0.2), "not told apart"),
+        (-0.9, 9.0, (0.2, 0.2), "too noisy"),
+    ],
+)
+def test_no_difference_is_said_only_where_it_is_known(low, high, expected, told):
+    assert told_of(Difference((low + high) / 2, Interval(low, high), "repeats", 2, 2), expected) == told

@@ -1,5 +1,6 @@
 """Rerun only what is stale: each kind of change, from dry runs on real results."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def test_a_profiled_step_is_among_the_results(finished):
     found = break_down(trace)
     assert found is not None and found.ranks[0].parts["matmul"] > 0
     assert "baseline/plain" in (finished.results / "tables" / "profiles.csv").read_text()
-    assert "The next optimisation of" in (finished.results / "report.html").read_text()
+    assert "next optimisation of" in (finished.results / "report.html").read_text()
 
 
 def test_a_lost_trace_is_taken_from_the_work_folder_again(project):
@@ -53,6 +54,19 @@ def test_a_lost_artifact_is_made_again_by_the_default_call(project, lost, rule):
     (made,) = [job for job in jobs if job.startswith(rule)]
     assert f"results/minimal/{lost}" in made
     assert all(is_analysis(job.split()[0]) for job in jobs if job != made)
+
+
+def test_new_ceilings_are_no_reason_to_run_anything_else_again(project):
+    (project.results / "ceilings.json").unlink()
+    jobs = project.stale()
+    assert [job for job in jobs if not is_analysis(job.split()[0])] == [
+        "measure_ceilings results/minimal/ceilings.json"
+    ]
+    assert {"tabulate_runs", "write_report", "audit_study", "check_audit"} <= rules_of(jobs)
+
+
+def test_a_study_knows_the_file_that_it_was_read_from(finished):
+    assert json.loads((finished.results / "study.json").read_text())["config_files"] == ["study.yaml"]
 
 
 def test_a_lost_machine_file_is_no_reason_to_measure_again(project):

@@ -93,7 +93,7 @@ class Answer:
     model: str
     candidates: tuple[Candidate, ...]
     fastest: Candidate
-    most_stable: Candidate
+    most_stable: Candidate | None  # of those near the fastest; None where these are one setting, with nothing beside it
     least_memory: Candidate | None
 
     @property
@@ -149,7 +149,7 @@ def answer_for(found: Findings, model: str) -> Answer | None:
         model=model,
         candidates=candidates,
         fastest=fastest,
-        most_stable=min(near, key=unsteadiness),
+        most_stable=min(near, key=unsteadiness) if len({command_for(item.config) for item in near}) > 1 else None,
         least_memory=min(lean, key=lambda item: item.peak_memory_gib or 0.0, default=None),
     )
 

@@ -10,20 +10,10 @@ from mfubench.analysis.effects import differing_settings, processes, spread_betw
 from mfubench.analysis.measures import Measures, measure
 from mfubench.analysis.statistics import Difference, ProcessSpread, difference
 from mfubench.analysis.study import Study, base_name, load_study, machine_of
-from mfubench.analysis.units import rate_unit, tells_nothing
+from mfubench.analysis.units import Told, rate_unit, told_of
 
-Verdict = Literal[
-    "regression",
-    "broken",
-    "slower",
-    "faster",
-    "no difference",
-    "too noisy",  # the interval holds zero, and about everything else
-    "other model",
-    "only in one",
-    "not measured",
-]
-JUDGED: tuple[Verdict, ...] = ("regression", "broken", "slower", "faster", "no difference")
+Verdict = Told | Literal["regression", "broken", "other model", "only in one", "not measured"]
+JUDGED: tuple[Verdict, ...] = ("regression", "broken", "slower", "faster", "no difference", "not told apart")
 
 
 @dataclass(frozen=True)
@@ -154,11 +144,8 @@ def verdict_of(
         return "other model", f"{old.name} → {new.name}" if old.name != new.name else f"{old.name}, of another shape"
     if measured is None:
         return "not measured", "fewer than five measured steps in a study"
-    if not measured.is_difference:
-        return "too noisy" if tells_nothing(measured.interval) else "no difference", None
-    if measured.change <= -threshold:
-        return "regression", None
-    return ("faster" if measured.change > 0 else "slower"), None
+    told = told_of(measured)
+    return "regression" if told == "slower" and measured.change <= -threshold else told, None
 
 
 def mean_rate(runs: list[Measures]) -> float | None:

@@ -9,7 +9,15 @@ from rich.table import Table
 
 from mfubench.analysis.compare import CaseChange, StudyComparison
 from mfubench.analysis.statistics import CARD_SPREAD
-from mfubench.analysis.units import format_gib, format_interval, format_percent, format_rate, format_signed_percent
+from mfubench.analysis.units import (
+    NOTHING_TOLD,
+    format_gib,
+    format_interval,
+    format_percent,
+    format_rate,
+    format_signed_percent,
+)
+from mfubench.words import number_of
 
 # Columns of a terminal from which on each of these is shown: a narrow one leaves them out, so that names stay whole and
 # verdicts readable. The verdict knows the interval, and the first rate and its change tell the second.
@@ -38,6 +46,8 @@ def print_comparison(comparison: StudyComparison, console: Console | None = None
     console.print(basis_of(comparison), highlight=False)
     worse = ", ".join(change.case for change in comparison.regressions)
     verdict = f"regression: {worse}" if worse else f"no regression beyond {format_percent(comparison.threshold)}"
+    if untold := sum(change.verdict in NOTHING_TOLD for change in comparison.changes):
+        verdict += f"; {number_of(untold, 'case')} not told apart"
     console.print(verdict, style="bold red" if worse else "bold green", highlight=False)
 
 

@@ -6,13 +6,14 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mfubench.analysis.expectations import Expectations, expected_change, stated_change
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.statistics import Difference, ProcessSpread, difference, process_spread
 from mfubench.analysis.study import Study, base_name
-from mfubench.analysis.units import tells_nothing
+from mfubench.analysis.units import Told, told_of
 from mfubench.run_log import RunLog
 
-Verdict = Literal["faster", "slower", "no difference", "too noisy", "no contrast", "not measured"]
+Verdict = Told | Literal["no contrast", "not measured"]
 
 # What two repeats of one case may differ in. Everything else of a run may change its speed.
 OUTSIDE_SPEED = (
@@ -119,11 +120,13 @@ def spread_between_processes(*studies: dict[str, Measures]) -> ProcessSpread | N
     return process_spread(list(groups.values()))
 
 
-def judge_effects(study: Study, measures: dict[str, Measures]) -> list[Effect]:
-    """Every effect that the study declares, in its order."""
+def judge_effects(
+    study: Study, measures: dict[str, Measures], expectations: Expectations | None = None
+) -> list[Effect]:
+    """Every effect that the study declares, in its order. expectations: of the study, as of its model."""
     spread = spread_between_processes(measures)
     return [
-        judge_effect(study, measures, effect.name, effect.arm, effect.control, effect.expected, spread)
+        judge_effect(study, measures, effect.name, effect.arm, effect.control, effect.expected, spread, expectations)
         for effect in study.declared.effects
     ]
 
@@ -136,6 +139,7 @@ def judge_effect(
     control: str,
     expected: str | None,
     spread: ProcessSpread | None,
+    expectations: Expectations | None = None,
 ) -> Effect:
     arm_runs, control_runs = processes(measures, arm), processes(measures, control)
     for side, runs in ((arm, arm_runs), (control, control_runs)):
@@ -152,9 +156,7 @@ def judge_effect(
     if measured is None:
         reason = "fewer than five measured steps in an arm"
         return Effect(name, arm, control, expected, "not measured", None, differs_in, reason)
-    verdict: Verdict = "too noisy" if tells_nothing(measured.interval) else "no difference"
-    if measured.is_difference:
-        verdict = "faster" if measured.change > 0 else "slower"
+    verdict = told_of(measured, expected_change(arm, control, expectations) or stated_change(expected))
     memory_change = change_of_memory(arm_runs, control_runs)
     return Effect(name, arm, control, expected, verdict, measured, differs_in, memory_change=memory_change)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,7 @@ from mfubench.presets import CONFIG_DIR
 from mfubench.yaml_files import load_yaml
 
 Quantity = Literal["mfu", "tokens_per_s", "memory_gb", "loss", "hours", "parameters"]
+STATED = re.compile(r"([+−-])(\d+(?:\.\d+)?)(?:(?: to |[-–])(\d+(?:\.\d+)?))? %")  # "+3-5 %" in words
 QUANTITIES: tuple[Quantity, ...] = ("mfu", "tokens_per_s", "memory_gb", "loss", "hours", "parameters")
 
 
@@ -112,6 +114,30 @@ class Expectations(Strict):
         return sorted(
             (item for item in self.expectations if item.case == case), key=lambda item: item.rank == "further"
         )
+
+
+def expected_change(arm: str, control: str, expectations: Expectations | None) -> tuple[float, float] | None:
+    """What the testing guide says of two cases, in either direction."""
+    if expectations is None:
+        return None
+    for item in expectations.effects:
+        if item.rank != "primary" or item.of == "memory":
+            continue
+        if (item.arm, item.control) == (arm, control):
+            return item.change
+        if (item.arm, item.control) == (control, arm):
+            return (1 / (1 + item.change[1]) - 1, 1 / (1 + item.change[0]) - 1)
+    return None
+
+
+def stated_change(words: str | None) -> tuple[float, float] | None:
+    """The change that a study's own words expect, as "+3-5 %" or "-20-30 %"; None of other words ("2x slower")."""
+    stated = STATED.fullmatch(words or "")
+    if stated is None:
+        return None
+    sign = 1 if stated[1] == "+" else -1
+    ends = [sign * float(end) / 100 for end in stated.group(2, 3) if end is not None]
+    return (min(ends), max(ends))
 
 
 def load_expectations(name: str, folder: Path = CONFIG_DIR / "expectations") -> Expectations:

@@ -122,20 +122,6 @@ def is_same_machine(judged: Measures, machine: ExpectedMachine) -> bool:
         return False
 
 
-def expected_change(effect: Effect, expectations: Expectations | None) -> tuple[float, float] | None:
-    """What the testing guide says of the same two cases, in either direction."""
-    if expectations is None:
-        return None
-    for item in expectations.effects:
-        if item.rank != "primary" or item.of == "memory":
-            continue
-        if (item.arm, item.control) == (effect.arm, effect.control):
-            return item.change
-        if (item.arm, item.control) == (effect.control, effect.arm):
-            return (1 / (1 + item.change[1]) - 1, 1 / (1 + item.change[0]) - 1)
-    return None
-
-
 def judged_change(expected: tuple[float, float]) -> tuple[float, float]:
     """The range in which an effect is as expected: of a single figure 3 points to either side."""
     low, high = expected

@@ -15,6 +15,7 @@ from mfubench.analysis.profiles import Profiled, profiled_cases
 from mfubench.analysis.scaling import ScalingPoint, scaling_points
 from mfubench.analysis.statistics import ProcessSpread
 from mfubench.analysis.study import Study, load_study
+from mfubench.host_load import Contention, contention_of_ceilings
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Findings:
             study=study,
             measures=measures,
             spread=spread_between_processes(measures),
-            effects=judge_effects(study, measures),
+            effects=judge_effects(study, measures, expectations),
             scaling=scaling_points(measures),
             expectations=expectations,
             comparisons=compare_expectations(study, measures, expectations) if expectations else [],
@@ -49,6 +50,14 @@ class Findings:
     def profiles(self) -> tuple[list[Profiled], dict[str, str]]:
         """Profiled cases, fastest first, and why others have no profile. Traces are read when somebody asks."""
         return profiled_cases(self.study, self.measures)
+
+    @property
+    def ceilings_contention(self) -> Contention | None:
+        """What other processes took while the ceilings were measured; None where nothing makes them doubtful."""
+        ceilings, environment = self.study.ceilings, self.study.environment
+        if ceilings is None or environment is None:
+            return None
+        return contention_of_ceilings(ceilings, environment.cpu_count)
 
     @property
     def good(self) -> dict[str, Measures]:

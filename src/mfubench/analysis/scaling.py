@@ -12,6 +12,7 @@ from mfubench.analysis.effects import settings_that_ran, spread_between_processe
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.statistics import Interval, difference
 from mfubench.config import CommunicationConfig, RunConfig
+from mfubench.host_load import ProcessCores, cores_of_run, shared_cores
 from mfubench.run_log import RunLog
 
 WORLD_SIZE = re.compile(r"-gpus\d+(?=-|$)")
@@ -31,6 +32,8 @@ class ScalingPoint:
     interval: Interval | None  # 95 %, of the efficiency; None at the smallest
     reference_world_size: int
     processes: int  # that ran these settings, under whatever case name
+    cores: ProcessCores | None  # of a CPU
+    shares_cores: bool  # has no more of them than the smallest world size: its efficiency is no scaling of hardware
 
 
 def scaling_points(measures: dict[str, Measures]) -> list[ScalingPoint]:
@@ -40,8 +43,10 @@ def scaling_points(measures: dict[str, Measures]) -> list[ScalingPoint]:
     for series, members in series_of(measures).items():
         smallest = min(members)
         reference = members[smallest]
+        cores_at_first = cores_of_run(reference[0].log)
         for world_size, runs in sorted(members.items()):
             rate = rate_of(runs)
+            cores = cores_of_run(runs[0].log)
             interval = None
             if world_size != smallest:
                 change = difference([run.rates for run in runs], [run.rates for run in reference], spread)
@@ -58,9 +63,21 @@ def scaling_points(measures: dict[str, Measures]) -> list[ScalingPoint]:
                     interval=interval,
                     reference_world_size=smallest,
                     processes=len(runs),
+                    cores=cores,
+                    shares_cores=world_size != smallest and shared_cores([cores_at_first, cores]) is not None,
                 )
             )
     return points
+
+
+def words_of_shared_cores(points: Sequence[ScalingPoint]) -> dict[str, list[str]]:
+    """That processes share cores, in words -> the series of which it holds; {} on GPUs."""
+    found: dict[str, list[str]] = {}
+    for series in dict.fromkeys(point.series for point in points):
+        words = shared_cores([point.cores for point in points if point.series == series])
+        if words is not None:
+            found.setdefault(words, []).append(series)
+    return found
 
 
 def rate_of(runs: Sequence[Measures]) -> float:

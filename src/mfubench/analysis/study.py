@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ class StudyFile(Results):
     """study.json: what was to be measured."""
 
     study: str
+    config_files: list[str] = []  # that it was read from; [] of a study that was declared before they were recorded
     description: str = ""
     models: list[str] = []
     effects: list[EffectConfig] = []
@@ -106,6 +108,15 @@ class Study:
         """Cases that were declared and left neither a result nor a reason."""
         known = self.runs.keys() | self.limits.keys() | self.failures.keys() | self.declared.skipped.keys()
         return [name for name in self.declared_names() if name not in known]
+
+    def snakemake(self, target: str = "") -> str:
+        """The command that makes a target of this study (all of it without one), where snakemake was called before."""
+        files = " ".join(shlex.quote(file) for file in self.declared.config_files) or "…"
+        return f"snakemake --cores all {f'{target} ' if target else ''}--configfile {files}"
+
+    def measure_ceilings(self) -> str:
+        """The command that measures the ceilings anew; the runs stay."""
+        return f"rm {shlex.quote(str(self.folder / 'ceilings.json'))} && {self.snakemake()}"
 
     def why_missing(self, name: str) -> str:
         """Of such a case, whether it began: a killed process leaves a work folder and no reason."""

@@ -109,17 +109,22 @@ def effects_table(effects: Sequence[Effect]) -> pd.DataFrame:
 
 
 def scaling_table(points: Sequence[ScalingPoint]) -> pd.DataFrame:
-    """Efficiency: rate per GPU over that of the series' smallest world size, the same work for each GPU."""
+    """Efficiency: rate per GPU over that of the series' smallest world size, the same work for each GPU.
+
+    same_cores: a CPU's processes have no more cores than the smallest world size had; empty of GPUs.
+    """
     columns = ["series", "case", "world_size", "tokens_per_s_per_gpu", "tokens_per_s", "efficiency", "low95", "high95"]
+    columns += ["reference_world_size", "threads_per_process", "same_cores"]
     rows = [
         (
             *(p.series, p.case, p.world_size, p.tokens_per_s_per_gpu, p.tokens_per_s, p.efficiency),
             *((p.interval.low, p.interval.high) if p.interval else (None, None)),
             p.reference_world_size,
+            *((p.cores.threads, p.shares_cores) if p.cores else (None, None)),
         )
         for p in points
     ]
-    return pd.DataFrame(rows, columns=[*columns, "reference_world_size"])
+    return pd.DataFrame(rows, columns=columns)
 
 
 def memory_table(study: Study) -> pd.DataFrame:

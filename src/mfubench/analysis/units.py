@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Literal
 
 from mfubench.analysis.statistics import Difference, Interval, Quartiles
 
 GB_PER_GIB = 2**30 / 1e9
 NOISE_FACTOR = 4.0  # upper end of an interval over its lower: wider ones are not spelled out
 TOO_NOISY = "too noisy to tell"
+NO_DIFFERENCE = 0.05  # an interval around 0 that goes further to either side may hide a difference that matters
+
+Told = Literal["faster", "slower", "no difference", "not told apart", "too noisy"]
+NOTHING_TOLD = ("not told apart", "too noisy")
 
 
 def round_digits(value: float, digits: int = 3) -> float:
@@ -59,6 +64,30 @@ def tells_nothing(interval: Interval) -> bool:
     return is_noise(1 + interval.low, 1 + interval.high)
 
 
+def told_of(measured: Difference, expected: tuple[float, float] | None = None) -> Told:
+    """What a measured difference is called; expected: the change that was, from … to.
+
+    Where its interval holds 0 it is "no difference" only if that is known: the interval goes no further than
+    NO_DIFFERENCE to either side, and does not hold what was expected instead. Else the two were "not told apart".
+    """
+    interval = measured.interval
+    if measured.is_difference:
+        return "faster" if measured.change > 0 else "slower"
+    if tells_nothing(interval):
+        return "too noisy"
+    holds_expected = False
+    if expected is not None and not expected[0] <= 0 <= expected[1]:
+        holds_expected = interval.low <= expected[1] and expected[0] <= interval.high
+    if holds_expected or max(-interval.low, interval.high) > NO_DIFFERENCE:
+        return "not told apart"
+    return "no difference"
+
+
+def format_told(verdict: str) -> str:
+    """Of an interval that holds 0, in words."""
+    return TOO_NOISY if verdict == "too noisy" else verdict
+
+
 def format_interval(interval: Interval | None, digits: int = 1) -> str:
     """The interval of a relative change."""
     if interval is None:
@@ -68,11 +97,11 @@ def format_interval(interval: Interval | None, digits: int = 1) -> str:
     return f"{format_signed_percent(interval.low, digits)[:-2]} … {format_signed_percent(interval.high, digits)}"
 
 
-def format_difference(measured: Difference) -> str:
-    """For a figure: the change, or that there is none, and its interval below; one line where nothing can be told."""
+def format_difference(measured: Difference, verdict: str) -> str:
+    """For a figure: the change, or that there is none, and its interval below; one line where all is noise."""
     if tells_nothing(measured.interval):
         return TOO_NOISY
-    change = format_signed_percent(measured.change) if measured.is_difference else "no difference"
+    change = format_signed_percent(measured.change) if measured.is_difference else format_told(verdict)
     return f"{change}\n({format_interval(measured.interval)})"
 
 

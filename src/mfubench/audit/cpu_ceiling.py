@@ -7,7 +7,7 @@ import statistics
 from mfubench.audit.findings import Finding
 from mfubench.ceilings.schema import Ceilings
 from mfubench.hardware import Peak
-from mfubench.host_load import contention
+from mfubench.host_load import contention_of_ceilings
 from mfubench.run_log import RunLog
 
 # A run may truly beat its ceiling by this much: the matmul was timed for seconds, and a CPU's clock depends on heat.
@@ -53,11 +53,11 @@ def check_measured_ceiling(log: RunLog, executed: float, palm: float, peak: Peak
 
 def doubt(log: RunLog, ceilings: Ceilings) -> str:
     """Which of the two measurements to repeat."""
-    taken = contention(ceilings.telemetry, ceilings.threads, log.environment.cpu_count)
+    taken = contention_of_ceilings(ceilings, log.environment.cpu_count)
     if taken is not None:
         return (
             f"doubt the ceiling: other processes took {taken.others:.1f} of {taken.cores} cores while it was measured. "
-            "Measure the ceilings again on a quiet machine"
+            "Measure the ceilings again on a quiet machine: delete the study's ceilings.json and call snakemake again"
         )
     return (
         "a ceiling is a measurement, too: measure the ceilings again on a quiet machine. Where they stay as they are, "

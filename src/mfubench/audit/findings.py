@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from mfubench.host_load import ProcessCores
+
 # Faults of figures that people report, in the order in which they are listed.
 CODES = (
     "tokens_per_s_is_one_rank",
@@ -100,6 +102,7 @@ class RunVerdict:
     stated_mfu: float | None = None  # fraction, as the source says it
     findings: list[Finding] = field(default_factory=list)
     unit: str = "GPU"  # what a rank runs on, in words; of a CPU run "process"
+    cores: ProcessCores | None = None  # of a CPU run
     checked: bool = True  # whether anything could be held against anything
     not_checked: list[str] = field(default_factory=list)  # what figures are missing for, and which
 

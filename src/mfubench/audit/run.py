@@ -11,6 +11,7 @@ from mfubench.ceilings.schema import Ceilings
 from mfubench.config import ConfigError
 from mfubench.flops import flop_terms, flops_per_token, mfu
 from mfubench.hardware import Peak, arithmetic_of_run, peak_for_run
+from mfubench.host_load import cores_of_run
 from mfubench.run_log import RunLog
 
 
@@ -54,6 +55,7 @@ def judge_run(log: RunLog, source: str, ceilings: Ceilings | None) -> RunVerdict
         precision=arithmetic_of_run(log),
         findings=findings,
         unit=unit,
+        cores=cores_of_run(log),
         not_checked=["the rate against what this CPU can do (needs its ceilings.json)"]
         if rate and peak is None and not unknown
         else [],

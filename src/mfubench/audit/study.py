@@ -12,6 +12,7 @@ from typing import Any
 from mfubench.analysis.study import MOST_EFFICIENT, base_name
 from mfubench.audit.findings import Finding, RunVerdict
 from mfubench.config import RunConfig
+from mfubench.host_load import shared_cores
 from mfubench.run_log import RunLog
 from mfubench.words import plural
 
@@ -160,10 +161,13 @@ def compare_ends(by_size: dict[int, list[RunVerdict]]) -> dict[str, Any]:
     smallest, largest = min(by_size), max(by_size)
     few, many = by_size[smallest], by_size[largest]
     efficiency = rate_per_gpu(many) / rate_per_gpu(few)
+    shared = shared_cores([few[0].cores, many[0].cores])
     busy = [run.name for run in (*few, *many) if "machine_was_busy" in run.codes]
     objection = None
     if busy:
         objection = f"no figure of scaling: {', '.join(busy)} shared the machine with other work"
+    elif shared is not None:
+        objection = f"no scaling of hardware: {shared}"
     elif efficiency > MOST_EFFICIENT:
         objection = f"more than {MOST_EFFICIENT:.0%} is no scaling: the runs differ in something that no record holds"
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,11 +58,15 @@ class Study:
     def models(self) -> list[str]:
         return list(dict.fromkeys(run.model.name for run in self.runs.values()))
 
-    def to_json(self) -> str:
-        """What the analysis needs to know of the study, as one line with sorted keys."""
+    def to_json(self, config_files: Sequence[str] = ()) -> str:
+        """What the analysis needs to know of the study, as one line with sorted keys.
+
+        config_files: those that it was read from, as snakemake was given them.
+        """
         return json.dumps(
             {
                 "study": self.config.study,
+                "config_files": list(config_files),
                 "description": self.config.description,
                 "models": self.models(),
                 "effects": [effect.model_dump() for effect in self.config.effects],

@@ -1,4 +1,4 @@
-"""What each optimisation is worth, with intervals, what was expected, and where there is no difference."""
+"""What each optimisation is worth, with intervals, what was expected, and where no difference is told."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
 from mfubench.analysis.effects import Effect
-from mfubench.analysis.expectations import Expectations
-from mfubench.analysis.expected import EFFECT_TOLERANCE, expected_change, judged_change
+from mfubench.analysis.expectations import Expectations, expected_change
+from mfubench.analysis.expected import EFFECT_TOLERANCE, judged_change
 from mfubench.analysis.figures.style import (
     Theme,
     empty_figure,
@@ -24,14 +24,14 @@ from mfubench.analysis.figures.style import (
 )
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.statistics import ProcessSpread, process_half_width
-from mfubench.analysis.units import format_difference, format_signed_percent
+from mfubench.analysis.units import NOTHING_TOLD, format_difference, format_signed_percent
 from mfubench.words import number_of
 
 TITLE = "What each setting is worth"
 ROW = 0.46  # inches
 EXPECTED = f"expected by the testing guide (a single figure: ± {100 * EFFECT_TOLERANCE:.0f} points)"
 WIDEST = 2.0  # change shown at the most: what goes beyond has an arrow at the edge
-MARKS = {"faster": "o", "slower": "s", "no difference": "D", "too noisy": "X"}
+MARKS = {"faster": "o", "slower": "s", "no difference": "D", "not told apart": "P", "too noisy": "X"}
 
 
 def draw(found: Findings, theme: Theme) -> Figure:
@@ -56,7 +56,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
     for position, effect in enumerate(measured):
         mark_beyond(axes, position, effect, theme)
     handles = [
-        Patch(facecolor=theme.band, label="no difference: two single processes differ by as much"),
+        Patch(facecolor=theme.band, label="two single processes of one setting differ by as much"),
         Patch(facecolor="none", edgecolor=theme.series[1], hatch="////", label=EXPECTED)
         if found.expectations
         else None,
@@ -75,7 +75,7 @@ def draw_forest(axes: Axes, effects: list[Effect], expectations: Expectations | 
         assert effect.difference is not None
         change, interval = effect.difference.change, effect.difference.interval
         color = effect_color(effect, theme)
-        expected = expected_change(effect, expectations)
+        expected = expected_change(effect.arm, effect.control, expectations)
         if expected is not None:
             low, high = judged_change(expected)
             axes.barh(position, high - low, left=low, height=0.62, facecolor="none", edgecolor=theme.series[1],
@@ -83,7 +83,7 @@ def draw_forest(axes: Axes, effects: list[Effect], expectations: Expectations | 
         axes.errorbar(change, position, xerr=[[change - interval.low], [interval.high - change]], color=color,
                       capsize=4, linewidth=1.8, zorder=3)  # fmt: skip
         axes.plot(change, position, MARKS[effect.verdict], color=color, markersize=7.5, zorder=4)
-        axes.text(1.015, position, format_difference(effect.difference), size=8.5, linespacing=1.35,
+        axes.text(1.015, position, format_difference(effect.difference, effect.verdict), size=8.5, linespacing=1.35,
                   transform=axes.get_yaxis_transform(), va="center")  # fmt: skip
     axes.set_yticks(range(len(effects)), [effect_label(effect) for effect in effects])
     axes.set_ylim(len(effects) - 0.4, -0.6)
@@ -109,7 +109,7 @@ def mark_beyond(axes: Axes, position: int, effect: Effect, theme: Theme) -> None
 
 
 def effect_color(effect: Effect, theme: Theme) -> str:
-    return theme.muted if effect.verdict in ("no difference", "too noisy") else theme.series[0]
+    return theme.muted if effect.verdict in ("no difference", *NOTHING_TOLD) else theme.series[0]
 
 
 def effect_label(effect: Effect) -> str:

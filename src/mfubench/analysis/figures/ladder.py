@@ -112,7 +112,8 @@ def draw_ladder(axes: Axes, found: Findings, stage: str, rungs: list[str], theme
             axes.text(at, 0.03, words, transform=axes.get_xaxis_transform(), ha="center", va="bottom", size=8,
                       style="italic", color=theme.bad)  # fmt: skip
     for below, above in pairwise(measured):
-        effect = judge_effect(found.study, found.measures, rungs[above], rungs[above], rungs[below], None, found.spread)
+        arm, control = rungs[above], rungs[below]
+        effect = judge_effect(found.study, found.measures, arm, arm, control, None, found.spread, found.expectations)
         axes.text((below + above) / 2, CHANGES_AT, step_label(effect), transform=axes.get_xaxis_transform(),
                   ha="center", va="top", size=7.5, color=theme.text, linespacing=1.35)  # fmt: skip
     axes.set_xticks(range(len(rungs)), [name.split("/")[1] for name in rungs])
@@ -174,7 +175,7 @@ def rate_label(judged: Measures) -> str:
 
 
 def step_label(effect: Effect) -> str:
-    return effect.verdict if effect.difference is None else format_difference(effect.difference)
+    return effect.verdict if effect.difference is None else format_difference(effect.difference, effect.verdict)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

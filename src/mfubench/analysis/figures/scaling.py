@@ -21,7 +21,7 @@ from mfubench.analysis.figures.style import (
     with_start,
 )
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.scaling import ScalingPoint
+from mfubench.analysis.scaling import ScalingPoint, words_of_shared_cores
 from mfubench.analysis.study import MOST_EFFICIENT
 from mfubench.analysis.units import TOO_NOISY, format_count, format_percent, is_noise
 
@@ -44,6 +44,7 @@ def draw(found: Findings, theme: Theme) -> Figure:
     subtitle = (
         f"{machine_label(found)} · weak scaling: the same work for each {unit} · efficiency: rate per {unit} over that "
         f"of the series' smallest world size, bars: 95 % interval{arrows}{f' · {left_out}' if impossible else ''}"
+        f"{''.join(f' · {shared}' for shared in words_of_shared_cores(drawn))}"
     )
     figure = titled_figure(theme, title, subtitle, 3.5)
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])

@@ -8,12 +8,13 @@ from mfubench.analysis.figures.style import count_words, per_gpu
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.report.blocks import Block, Card, Cards, Command, Figure, Notice, Section, Table, Text
 from mfubench.analysis.units import (
-    TOO_NOISY,
     format_gib,
     format_interval,
     format_percent,
     format_rate,
     format_signed_percent,
+    format_told,
+    told_of,
 )
 from mfubench.analysis.untried import untried
 from mfubench.host_load import Contention, contention_of_run
@@ -76,6 +77,8 @@ def doubt_sentence(found: Findings, answer: Answer, doubt: str) -> str:
     if busy:
         runs = number_of(len(found.good), "run")
         advice = f"The machine was busy during {busy} of {runs}: measure again when nothing else runs here."
+    elif fastest.impossible_mfu is not None and found.ceilings_contention is not None:
+        advice = "Measure the ceilings anew first, with the command at the head of this report."
     spread = ""
     if fastest.stability is not None and fastest.stability.spread > UNEVEN:
         spread = f" Its step times spread by {format_percent(fastest.stability.spread, 0)}."
@@ -93,7 +96,7 @@ def answer_cards(found: Findings, answer: Answer) -> Cards:
     fastest = answer.fastest
     near = f"of the settings within {100 * NEAR_FASTEST:.0f} % of the fastest"
     cards = [card("Fastest", fastest, found, fastest_note(answer))]
-    if not unevenness(answer.most_stable):  # else nothing here deserves the name
+    if answer.most_stable is not None and not unevenness(answer.most_stable):  # else nothing here deserves the name
         if command_for(answer.most_stable.config) == command_for(fastest.config):
             cards[0] = card("Fastest and most stable", fastest, found, fastest_note(answer))
         else:
@@ -190,11 +193,9 @@ def candidate_row(candidate: Candidate) -> list[str]:
     against = "–"
     if candidate.against_fastest is not None:
         change = candidate.against_fastest
-        against = "no difference"
+        against = format_told(told_of(change))
         if change.is_difference:
             against = f"{format_signed_percent(change.change)} ({format_interval(change.interval)})"
-        elif candidate.is_too_noisy:
-            against = TOO_NOISY
     return [
         f"`{candidate.case}`",
         str(candidate.config.world_size),

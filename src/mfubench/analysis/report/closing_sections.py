@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
+
 from mfubench.analysis.answer import answers
 from mfubench.analysis.extrapolation import Extrapolation, extrapolate
 from mfubench.analysis.figures.style import per_gpu
@@ -20,6 +23,10 @@ from mfubench.analysis.units import (
     format_rate,
     is_noise,
 )
+from mfubench.run_log import RunLog
+from mfubench.words import number_of
+
+MOST_VALUES = 4  # of an environment variable that are listed
 
 
 def runs_section(found: Findings) -> Section:
@@ -88,6 +95,9 @@ def left_out_section(found: Findings) -> Section:
         blocks.append(
             Table(["setting|", "asked → used: why|", "cases|"], rows, "Settings that ran otherwise than asked")
         )
+    demoted = [[f"`{name}`", why] for name, log in study.runs.items() if (why := log.demoted()) is not None]
+    if demoted:
+        blocks.append(Table(["case|", "what changed|"], demoted, "Runs that were resumed otherwise than they began"))
     if not blocks:
         blocks.append(Text("Every case ran, with the settings that were asked for."))
     return Section("left-out", "Skipped arms and fallbacks", blocks)
@@ -178,11 +188,23 @@ def environment_section(found: Findings) -> Section:
     if environment.slurm_job_id:
         rows.append(["SLURM job", environment.slurm_job_id])
     section.blocks.append(Table(["what|", "value|"], rows))
-    variables = [[f"`{name}`", value] for name, value in sorted(environment.variables.items())]
+    variables = [[f"`{name}`", values] for name, values in variables_of(found.study.runs.values()).items()]
     if variables:
         table = Table(["variable|", "value|"], variables)
         section.blocks.append(Folded(f"{len(variables)} environment variables that change speed", [table]))
     return section
+
+
+def variables_of(logs: Collection[RunLog]) -> dict[str, str]:
+    """Environment variables that change speed; where runs had several values, each with the number of its runs."""
+    shown = {}
+    for name in sorted({name for log in logs for name in log.environment.variables}):
+        counts = Counter(log.environment.variables.get(name, "not set") for log in logs)
+        told = [f"{value} in {number_of(count, 'run')}" for value, count in counts.most_common(MOST_VALUES)]
+        if more := len(counts) - len(told):
+            told.append(f"{number_of(more, 'other value')} in the rest")
+        shown[name] = "; ".join(told) if len(counts) > 1 else next(iter(counts))
+    return shown
 
 
 def reading_section() -> Section:

@@ -17,7 +17,8 @@ def head_facts(found: Findings) -> dict[str, Any]:
     """What the templates show above the first section.
 
     `covered` ("10 of 23 cases") and `lacking` (a sentence that names the others) are None where every case of the study
-    has a result: what a study says of itself holds for the whole of it alone.
+    has a result: what a study says of itself holds for the whole of it alone. `ceilings`: why they are in doubt, or
+    None.
     """
     study = found.study
     times = sorted(log.wall.started_at for log in study.runs.values() if log.wall)
@@ -36,9 +37,22 @@ def head_facts(found: Findings) -> dict[str, Any]:
         "measured_from": times[0][:16].replace("T", " ") if times else None,
         "measured_to": times[-1][:16].replace("T", " ") if times else None,
         "version": mfubench.__version__,
+        "ceilings": ceilings_words(found),
         "audit": verdict_of(audit_of(found)),
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
+
+
+def ceilings_words(found: Findings) -> str | None:
+    """That the ceilings were measured on a busy machine, and the command that measures them anew."""
+    taken = found.ceilings_contention
+    if taken is None:
+        return None
+    return (
+        f"**Other processes took {taken.others:.1f} of {taken.cores} cores while the ceilings were measured:** every "
+        f"MFU is too high and every best time too long, until `{found.study.measure_ceilings()}` measures them anew, "
+        "with nothing else running here."
+    )
 
 
 def case_counts(found: Findings) -> dict[str, int]:

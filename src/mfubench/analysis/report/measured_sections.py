@@ -6,19 +6,21 @@ from collections.abc import Sequence
 
 from mfubench.analysis.contradictions import format_change
 from mfubench.analysis.effects import Effect
-from mfubench.analysis.expectations import Expectations
-from mfubench.analysis.expected import expected_change, judge_effect_size
+from mfubench.analysis.expectations import Expectations, expected_change
+from mfubench.analysis.expected import judge_effect_size
 from mfubench.analysis.figures import effects, ladder, loss, memory, mfu_over_time, scaling
 from mfubench.analysis.figures.effects import no_difference_band
 from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures
-from mfubench.analysis.report.blocks import Block, Figure, Section, Table, Text
+from mfubench.analysis.report.blocks import Block, Figure, Notice, Section, Table, Text
 from mfubench.analysis.report.expectation_sections import MARKS
-from mfubench.analysis.scaling import ScalingPoint
+from mfubench.analysis.scaling import ScalingPoint, words_of_shared_cores
 from mfubench.analysis.statistics import BELIEVED_FROM, CARD_SPREAD
 from mfubench.analysis.study import MOST_EFFICIENT
 from mfubench.analysis.units import (
+    NO_DIFFERENCE,
+    NOTHING_TOLD,
     TOO_NOISY,
     format_gib,
     format_interval,
@@ -26,10 +28,17 @@ from mfubench.analysis.units import (
     format_rate,
     format_seconds,
     format_signed_percent,
+    format_told,
     is_noise,
 )
 from mfubench.run_log import Evaluation
 from mfubench.words import number_of
+
+WORDS = (
+    "Where an interval holds 0, **no difference** is said only if it goes no further than "
+    f"{format_percent(NO_DIFFERENCE, 0)} to either side and does not hold what was expected as well; else the two were "
+    "**not told apart**."
+)
 
 
 def effects_section(found: Findings) -> Section:
@@ -43,7 +52,7 @@ def effects_section(found: Findings) -> Section:
         )
     else:
         band = no_difference_band(spread)
-        told_apart = f"that differ by less than {format_percent(band, 2)} show **no difference**"
+        told_apart = f"that differ by less than {format_percent(band, 2)} may be of one setting"
         if is_noise(1 / (1 + band), 1 + band):
             told_apart = "differ so much that hardly any setting can be told from another"
         basis = (
@@ -54,7 +63,7 @@ def effects_section(found: Findings) -> Section:
         )
         few = spread.degrees_of_freedom < BELIEVED_FROM
         basis += f", nor, with so few repeats, than what is known of other cards ({known})." if few else "."
-    blocks: list[Block] = [Text(basis)]
+    blocks: list[Block] = [Text(f"{basis} {WORDS}")]
     alt = "Points with intervals: change of the rate by each setting, beside what was expected of it."
     blocks.append(Figure("effects", alt, effects.draw))
     if found.effects:
@@ -70,12 +79,18 @@ def effects_section(found: Findings) -> Section:
 
 
 def expected_words(effect: Effect, expectations: Expectations | None) -> str:
-    """What was expected of an effect, by the study or the testing guide, and whether that came true."""
-    change = expected_change(effect, expectations)
+    """What was expected of an effect, by the study or the testing guide, and whether that came true.
+
+    Of an interval that holds both 0 and what was expected, neither is said.
+    """
+    change = expected_change(effect.arm, effect.control, expectations)
     words = effect.expected or (format_change(change) if change is not None else "–")
     if change is None or effect.difference is None:
         return words
-    return f"{words}: {MARKS[judge_effect_size(effect, change)]}"
+    judged = judge_effect_size(effect, change)
+    if judged == "as expected" and effect.verdict in NOTHING_TOLD:
+        return f"{words}: {format_told(effect.verdict)}"
+    return f"{words}: {MARKS[judged]}"
 
 
 def effect_row(effect: Effect, expectations: Expectations | None) -> list[str]:
@@ -84,9 +99,8 @@ def effect_row(effect: Effect, expectations: Expectations | None) -> list[str]:
     if effect.difference is None:
         return [effect.name, f"**{effect.verdict}**", "–", expected, "–", effect.reason or "–", names]
     worth = format_signed_percent(effect.difference.change)
-    if effect.verdict in ("no difference", "too noisy"):
-        told = TOO_NOISY if effect.verdict == "too noisy" else "no difference"
-        worth = f"{told} ({worth})"
+    if effect.verdict in ("no difference", *NOTHING_TOLD):
+        worth = f"{format_told(effect.verdict)} ({worth})"
     elif effect.difference.basis == "not repeated":
         worth += " (not repeated)"
     differs_in = ", ".join(f"{key}: {before} → {after}" for key, (before, after) in effect.differs_in.items())
@@ -135,6 +149,10 @@ def scaling_section(found: Findings) -> Section:
                 "such as other work on the machine"
             )
         blocks.append(Table(columns, rows, caption))
+        blocks += [
+            Notice(f"{', '.join(series)}: {shared}, so that the efficiency is no scaling of hardware.")
+            for shared, series in words_of_shared_cores(found.scaling).items()
+        ]
     return Section("scaling", "Scaling", blocks)
 
 
@@ -143,7 +161,8 @@ def is_no_scaling(point: ScalingPoint) -> bool:
 
 
 def efficiency_words(point: ScalingPoint) -> str:
-    return f"{format_percent(point.efficiency)}{' (no scaling)' if is_no_scaling(point) else ''}"
+    remark = " (same cores)" if point.shares_cores else " (no scaling)" if is_no_scaling(point) else ""
+    return f"{format_percent(point.efficiency)}{remark}"
 
 
 def efficiency_interval(point: ScalingPoint) -> str:

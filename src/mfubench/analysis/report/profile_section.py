@@ -15,7 +15,7 @@ from mfubench.analysis.units import (
     format_rate,
     format_signed_percent,
 )
-from mfubench.host_load import contention_of_run
+from mfubench.host_load import Contention, contention_of_run
 from mfubench.profiling.categories import COMMUNICATION, ELEMENTWISE_GROUPS, HOST, LOSS, OPTIMIZER, QUEUE
 
 SHOWN_KERNELS = 30
@@ -27,7 +27,7 @@ HOW_TO = (
 
 NO_CEILINGS = (
     " The machine's ceilings were not measured, so only gaps, copies and communication have a best time: "
-    "`snakemake --cores all analysis` measures them."
+    "`{command}` measures them."
 )
 
 # What to try when a part has the most to win.
@@ -78,7 +78,10 @@ def headline_blocks(found: Findings, profiled: Profiled) -> list[Block]:
     if (others := contention_of_run(profiled.judged.log)) is not None:
         busy = f"The machine was busy with something else during `{profiled.case}`: {others}. What follows is of both."
         blocks.append(Notice(busy))
-    blocks.append(Notice(next_sentence(found, profiled), "good"))
+    if (others := found.ceilings_contention) is not None:
+        blocks.append(Notice(no_next_sentence(profiled, others)))
+    else:
+        blocks.append(Notice(next_sentence(found, profiled), "good"))
     if abs(profiled.overhead) > UNLIKE:
         blocks.append(Notice(unlike_sentence(profiled)))
     blocks += [
@@ -95,9 +98,20 @@ def headline_blocks(found: Findings, profiled: Profiled) -> list[Block]:
     return blocks
 
 
+def no_next_sentence(profiled: Profiled, others: Contention) -> str:
+    """Why no part is named: the best times are of a machine that others used."""
+    return (
+        f"**No next optimisation of `{profiled.case}` is named:** other processes took {others.others:.1f} of "
+        f"{others.cores} cores while the ceilings were measured, so that the best times below are too long, each by "
+        "another factor. The command at the head of this report measures the ceilings anew."
+    )
+
+
 def next_sentence(found: Findings, profiled: Profiled) -> str:
     row = profiled.next_row
-    unknown = "" if "matmul" in profiled.ideals.seconds else NO_CEILINGS
+    unknown = ""
+    if "matmul" not in profiled.ideals.seconds:
+        unknown = NO_CEILINGS.format(command=found.study.snakemake("analysis"))
     if row is None or row.ideal_s is None:
         return f"`{profiled.case}`: no part of its step takes longer than it must.{unknown}"
     time, step, ideal = map(format_milliseconds, (row.time_s, profiled.rank.step_s, row.ideal_s))
