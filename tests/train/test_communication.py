@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pynvml
 import pytest
 import torch
 import torch.distributed
@@ -217,14 +218,18 @@ def test_cards_that_cannot_exchange_say_why(monkeypatch):
     monkeypatch.setenv("NCCL_CTA_POLICY", "2")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    if not torch.cuda.is_available():
+        assert missing_here(process).startswith("which CUDA the driver is of cannot be read: NVMLError")
+    drivers = iter([13000, 13000, 12040])
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetCudaDriverVersion", lambda: next(drivers))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     assert missing_here(process) is None
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
     assert missing_here(process) == "the cards cannot write to each other's memory"
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12040, raising=False)
     assert missing_here(process) == "the driver is of CUDA 12.4; copy engines need 12.5"
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
+    drivers = iter([13000])
     monkeypatch.setenv("NCCL_CTA_POLICY", "0")
     assert missing_here(process) == "NCCL_CTA_POLICY is 0, and copy engines need 2"
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))

@@ -72,7 +72,10 @@ def missing_here(process: Process) -> str | None:
     version = torch.cuda.nccl.version()
     if version < OLDEST_NCCL:
         return f"NCCL {'.'.join(map(str, version))} has no collectives of copy engines; 2.28 and newer have"
-    driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # of builds for CUDA
+    try:
+        driver = driver_version()
+    except Exception as error:  # each release of pynvml raises classes of its own
+        return f"which CUDA the driver is of cannot be read: {words_of(error)}"
     if driver < OLDEST_DRIVER:
         return f"the driver is of CUDA {driver // 1000}.{driver % 1000 // 10}; copy engines need 12.5"
     if (policy := os.environ.get("NCCL_CTA_POLICY")) not in NO_THREAD_BLOCK:
@@ -81,6 +84,17 @@ def missing_here(process: Process) -> str | None:
     if not all(torch.cuda.can_device_access_peer(process.local_rank, card) for card in others):
         return "the cards cannot write to each other's memory"
     return None
+
+
+def driver_version() -> int:
+    """The CUDA that the driver is of, 12050 for 12.5."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        return pynvml.nvmlSystemGetCudaDriverVersion()
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def no_room(process: Process) -> str | None:
