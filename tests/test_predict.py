@@ -174,7 +174,7 @@ def test_an_exchange_takes_less_from_the_backward_pass_and_memory_for_its_bucket
 
     collective, exchange, auto = (on(H100, reduction) for reduction in ("collective", "exchange", "auto"))
     lost, kept = (one.terms_s["communication"] for one in (collective, exchange))
-    assert 0.3 * lost < kept < 0.7 * lost
+    assert 0.3 * lost < kept < 0.8 * lost
     embedding = auto.config.model.vocab_size * auto.config.model.hidden_size
     assert exchange.memory.gradients - collective.memory.gradients == pytest.approx(2 * 4 * embedding / 2**30)
     assert auto.terms_s == exchange.terms_s and auto.config.communication.reduction == "exchange"

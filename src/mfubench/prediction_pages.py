@@ -243,7 +243,8 @@ def scaling_table() -> str:
 def eight_table() -> str:
     """Shipped runs with own kernels on one H200 and on several, and what they say of eight; tokens/s a GPU.
 
-    A series is one model, batch and parallelism; its prediction takes the settings of the run on most cards.
+    A series is one model, batch, parallelism and way to sum gradients; its prediction takes the settings of the run on
+    most cards.
     """
     folders = [measured_runs.REFERENCE]
     if not measured_runs.REFERENCE.is_dir() or not measured_runs.hold_runs(folders):
@@ -260,7 +261,7 @@ def eight_table() -> str:
                 one
             )
     last = SCALING_GPUS[-1]
-    header = [f"{count} measured" for count in SCALING_GPUS[:-1]] + [f"{last} predicted", f"{last} by exchange"]
+    header = [f"{count} measured" for count in SCALING_GPUS[:-1]] + [f"{last} predicted"]
     lines = [
         f"| model | micro-batch x accumulation | parallelism | summed by | {' | '.join(header)} |",
         "|---|---|---|---|" + "---|" * len(header),
@@ -269,11 +270,9 @@ def eight_table() -> str:
         alone = [one for one in observations if one.config.world_size == 1 and work_of(one) == work_of(several[0])]
         cells = [rates_on(count, alone + several) for count in SCALING_GPUS[:-1]]
         largest = max(several, key=lambda one: one.config.world_size).config
-        for of_last in (reduction, "exchange"):
-            communication = largest.communication.model_copy(update={"reduction": of_last})
-            config = largest.model_copy(update={"world_size": last, "communication": communication})
-            predicted = predict(config, H200, calibration=shipped_calibration())
-            cells.append(f"{predicted.tokens_per_s_per_gpu:,.0f} ± {100 * predicted.error_fraction:.0f} %")
+        config = largest.model_copy(update={"world_size": last})
+        predicted = predict(config, H200, calibration=shipped_calibration())
+        cells.append(f"{predicted.tokens_per_s_per_gpu:,.0f} ± {100 * predicted.error_fraction:.0f} %")
         batch_words = f"{micro_batch} x {accumulation}"
         lines.append(f"| {model} | {batch_words} | {parallelism} | {reduction} | {' | '.join(cells)} |")
     return "\n".join(lines)
