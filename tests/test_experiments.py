@@ -243,6 +243,7 @@ def test_command_line_overrides_are_yaml():
         (["seed=2", "max_iters=3", "seed=4"], "'seed=4': seed is given twice; keep one of them"),
         (["loader.kind=memmap", "loader.kind=memmap"], "'loader.kind=memmap': loader.kind is given twice"),
         (["loader={kind: memmap}", "loader.kind=dataloader"], "loader and loader.kind are both given"),
+        (["model.a.b=1", "model.a=2"], "model.a and model.a.b are both given"),
     ],
 )
 def test_a_key_stands_once_on_a_command_line(words, complaint):

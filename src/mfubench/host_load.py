@@ -73,6 +73,7 @@ class ProcessCores:
 
     threads: int  # of one process
     cores: int  # that the threads of all of them could use, on all nodes
+    crowded: bool = False  # there were more threads than cores
 
 
 def cores_of_run(log: RunLog) -> ProcessCores | None:
@@ -80,8 +81,8 @@ def cores_of_run(log: RunLog) -> ProcessCores | None:
     environment, config = log.environment, log.config
     if environment.device != "cpu":
         return None
-    cores = min(config.world_size * environment.cpu_threads, config.nnodes * environment.cpu_count)
-    return ProcessCores(environment.cpu_threads, cores)
+    threads, there = config.world_size * environment.cpu_threads, config.nnodes * environment.cpu_count
+    return ProcessCores(environment.cpu_threads, min(threads, there), crowded=threads > there)
 
 
 def shared_cores(by_processes: Sequence[ProcessCores | None]) -> str | None:
@@ -90,7 +91,7 @@ def shared_cores(by_processes: Sequence[ProcessCores | None]) -> str | None:
     by_processes: the fewest first. None where more processes had more cores, and of GPU runs.
     """
     known = [cores for cores in by_processes if cores is not None]
-    if not any(more.cores <= known[0].cores for more in known[1:]):
+    if not any(more.cores <= known[0].cores or more.crowded for more in known[1:]):
         return None
     threads = ", ".join(str(cores.threads) for cores in known)
     return f"the processes share the same cores (threads a process: {threads})"

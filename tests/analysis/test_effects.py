@@ -110,6 +110,15 @@ def test_threads_of_a_cpu_are_a_difference_of_their_own():
     assert "environment.cpu_threads" not in differing_settings(two, ddp)
 
 
+def test_power_limits_are_a_difference_of_their_own():
+    first, second, unknown = make_run_log(), make_run_log(), make_run_log()
+    for log, limit in ((first, 700.0), (second, 450.0), (unknown, None)):
+        for gpu in log.environment.gpus:
+            gpu.power_limit_w = limit
+    assert differing_settings(first, second) == {"environment.power_limit_w": ("700 W", "450 W")}
+    assert differing_settings(first, unknown) == differing_settings(first, first) == {}
+
+
 def test_an_arm_that_fell_back_to_its_control_is_no_contrast(found: Findings):
     control = noisy(make_run_log(name="tiers/a", attention="sdpa"), 60_000, 1)
     arm = noisy(make_run_log(name="tiers/b", attention="fa2"), 61_000, 2)

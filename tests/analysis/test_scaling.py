@@ -209,6 +209,11 @@ def test_processes_with_cores_of_their_own_are_scaling(gpu_study: Path):
     assert scaling_table(found.scaling)[["threads_per_process", "same_cores"]].isna().all(axis=None)
 
 
+def test_more_processes_than_cores_are_no_scaling_of_hardware_either():
+    points = cpu_points((1, 1), (2, 1), (4, 1), cores=2)
+    assert [point.shares_cores for point in points] == [False, False, True]
+
+
 def test_efficiency_is_the_ratio_of_the_rates_shown():
     """However far apart the runs of one world size are."""
     logs = [

@@ -151,3 +151,4 @@ def test_a_run_goes_on_from_an_imported_checkpoint(trained: tuple[Path, Path], t
     log = run_here(config, data, tmp_path / "work", "--resume", "auto")
     assert log.evaluations[0].loss == pytest.approx(read_run_log(work / "run.json").evaluations[-1].loss, abs=1e-5)
     assert [step.step for step in log.steps] == [0, 1, 2]
+    assert log.resumes[0].changed == [] and log.demoted() is None

@@ -127,6 +127,17 @@ def test_no_rate_is_left_where_all_measured_steps_are_of_another_machine(set_thr
     )
 
 
+def test_an_evaluation_with_other_settings_is_of_this_machine_and_leaves_no_rate(set_threads, data, tmp_path, capfd):
+    set_threads(2)
+    run_here(tiny_config(max_iters=8, checkpoint={"at_end": True}), data, tmp_path)
+    set_threads(1)
+    log = run_here(tiny_config(attention="eager", evaluation={"only": True, "iters": 1}), data, tmp_path)
+    assert log.environment.cpu_threads == 1 and log.used["attention"].used == "eager"
+    assert log.measured_steps() == [] and log.resumes[0].changed == ["attention: auto there, eager here"]
+    assert "raise max_iters" not in capfd.readouterr().err
+    assert objections(tmp_path) == set()
+
+
 @pytest.mark.parametrize("only", [False, True])
 def test_where_nothing_is_left_to_train_the_log_tells_of_the_machine_that_trained(only, set_threads, data, tmp_path):
     set_threads(2)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from mfubench.analysis.expectations import Expectation, Expectations, ExpectedEffect, Quantity
+from mfubench.analysis.expectations import EFFECT_TOLERANCE, Expectation, Expectations, ExpectedEffect, Quantity
 from mfubench.analysis.units import format_quantity, format_range, format_share
 from mfubench.flops import flop_terms, flops_per_token
 from mfubench.hardware import peak_for
 from mfubench.presets import load_model
 
 POINT_TOLERANCE = 0.05  # "~180K" stands for 5 % to either side
-EFFECT_TOLERANCE = 0.03  # rounding of the figures that an effect is computed from
 
 Kind = Literal["impossible", "contradicts itself", "effect differs from the table", "documents differ"]
 Range = tuple[float, float]  # its lower and upper end

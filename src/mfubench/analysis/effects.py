@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mfubench.analysis.expectations import Expectations, expected_change, stated_change
+from mfubench.analysis.expectations import Expectations, expected_change, judged_change, stated_change
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.statistics import Difference, ProcessSpread, difference, process_spread
-from mfubench.analysis.study import Study, base_name
+from mfubench.analysis.study import Study, base_name, unlike_conditions
 from mfubench.analysis.units import Told, told_of
 from mfubench.run_log import RunLog
 
@@ -89,7 +89,8 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing_settings(control: RunLog, arm: RunLog) -> dict[str, tuple[Any, Any]]:
-    """Settings in which two runs really differ, as (control's, arm's); on CPUs also the threads of as many processes.
+    """Settings in which two runs really differ, as (control's, arm's), and what else changes their speed: power limits
+    of cards, on CPUs the threads of as many processes.
 
     A setting that has no meaning in one of them (the compile mode of a run that does not compile) is no difference of
     its own.
@@ -99,10 +100,7 @@ def differing_settings(control: RunLog, arm: RunLog) -> dict[str, tuple[Any, Any
     asked = [log.config.communication.reduction for log in (control, arm)]
     if asked[0] == asked[1] and differing.keys() & DECIDES_REDUCTION:
         differing.pop("communication.reduction", None)
-    threads = control.environment.cpu_threads, arm.environment.cpu_threads
-    if threads[0] != threads[1] and left["world_size"] == right["world_size"] and control.environment.device == "cpu":
-        differing["environment.cpu_threads"] = threads
-    return differing
+    return differing | unlike_conditions(control, arm)
 
 
 def spread_between_processes(*studies: dict[str, Measures]) -> ProcessSpread | None:
@@ -156,7 +154,8 @@ def judge_effect(
     if measured is None:
         reason = "fewer than five measured steps in an arm"
         return Effect(name, arm, control, expected, "not measured", None, differs_in, reason)
-    verdict = told_of(measured, expected_change(arm, control, expectations) or stated_change(expected))
+    change = expected_change(arm, control, expectations) or stated_change(expected)
+    verdict = told_of(measured, judged_change(change) if change is not None else None)
     memory_change = change_of_memory(arm_runs, control_runs)
     return Effect(name, arm, control, expected, verdict, measured, differs_in, memory_change=memory_change)
 

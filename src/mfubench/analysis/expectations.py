@@ -14,6 +14,7 @@ from mfubench.yaml_files import load_yaml
 
 Quantity = Literal["mfu", "tokens_per_s", "memory_gb", "loss", "hours", "parameters"]
 STATED = re.compile(r"([+−-])(\d+(?:\.\d+)?)(?:(?: to |[-–])(\d+(?:\.\d+)?))? %")  # "+3-5 %" in words
+EFFECT_TOLERANCE = 0.03  # rounding of the figures that an effect is computed from
 QUANTITIES: tuple[Quantity, ...] = ("mfu", "tokens_per_s", "memory_gb", "loss", "hours", "parameters")
 
 
@@ -138,6 +139,12 @@ def stated_change(words: str | None) -> tuple[float, float] | None:
     sign = 1 if stated[1] == "+" else -1
     ends = [sign * float(end) / 100 for end in stated.group(2, 3) if end is not None]
     return (min(ends), max(ends))
+
+
+def judged_change(expected: tuple[float, float]) -> tuple[float, float]:
+    """The range in which an effect is as expected: of a single figure 3 points to either side."""
+    low, high = expected
+    return (low - EFFECT_TOLERANCE, high + EFFECT_TOLERANCE) if low == high else expected
 
 
 def load_expectations(name: str, folder: Path = CONFIG_DIR / "expectations") -> Expectations:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mfubench.analysis.contradictions import EFFECT_TOLERANCE, widened
+from mfubench.analysis.contradictions import widened
 from mfubench.analysis.effects import Effect, why_missing
-from mfubench.analysis.expectations import QUANTITIES, Expectation, Expectations, ExpectedMachine, Quantity
+from mfubench.analysis.expectations import (
+    QUANTITIES,
+    Expectation,
+    Expectations,
+    ExpectedMachine,
+    Quantity,
+    judged_change,
+)
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.study import Study
 from mfubench.analysis.units import GB_PER_GIB
@@ -120,12 +127,6 @@ def is_same_machine(judged: Measures, machine: ExpectedMachine) -> bool:
         return {find_gpu(gpu.name).key for gpu in gpus} == {find_gpu(machine.card).key}
     except ConfigError:
         return False
-
-
-def judged_change(expected: tuple[float, float]) -> tuple[float, float]:
-    """The range in which an effect is as expected: of a single figure 3 points to either side."""
-    low, high = expected
-    return (low - EFFECT_TOLERANCE, high + EFFECT_TOLERANCE) if low == high else expected
 
 
 def judge_effect_size(effect: Effect, expected: tuple[float, float]) -> Verdict:

@@ -257,6 +257,24 @@ def machine_of(environment: Environment) -> str:
     return f"{environment.cpu} ({environment.cpu_count} CPUs), torch {environment.torch}"
 
 
+def unlike_conditions(one: RunLog, other: RunLog) -> dict[str, tuple[Any, Any]]:
+    """What changes the speed of machines of one kind, as (one's, other's), where both logs know it.
+
+    Power limits of the cards in W; on CPUs the threads of a process, where as many processes share a node.
+    """
+    unlike: dict[str, tuple[Any, Any]] = {}
+    limits = tuple(sorted({gpu.power_limit_w or 0 for gpu in log.environment.gpus}) for log in (one, other))
+    if all(each and each[0] for each in limits) and limits[0] != limits[1]:
+        ours, theirs = (" and ".join(f"{limit:g} W" for limit in each) for each in limits)
+        unlike["environment.power_limit_w"] = ours, theirs
+    threads = one.environment.cpu_threads, other.environment.cpu_threads
+    a_node = [log.config.world_size / log.config.nnodes for log in (one, other)]
+    on_cpu = one.environment.device == other.environment.device == "cpu"
+    if on_cpu and a_node[0] == a_node[1] and threads[0] != threads[1]:
+        unlike["environment.cpu_threads"] = threads
+    return unlike
+
+
 def check_one_machine(study: Study) -> None:
     """Tables never mix machines. Raises ConfigError naming both and a run of each."""
     seen: dict[str, str] = {}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
-from mfubench.analysis.study import MOST_EFFICIENT, base_name
+from mfubench.analysis.study import MOST_EFFICIENT, base_name, unlike_conditions
 from mfubench.audit.findings import Finding, RunVerdict
 from mfubench.config import RunConfig
 from mfubench.host_load import shared_cores
@@ -98,23 +97,11 @@ def check_same_work(a: RunLog, b: RunLog) -> list[Finding]:
         differences = ", ".join(f"{x} and {y}" for x, y in zip(ours, theirs, strict=True) if x != y)
         sentence = f"{a.name} and {b.name} are compared, but ran on different machines or software ({differences})"
         return [Finding("workloads_differ", sentence, 0.9)]
-    if (difference := unlike_conditions(a, b)) is not None:
-        sentence = f"{a.name} and {b.name} are compared, but ran with {difference}: that changes the speed"
+    if unlike := unlike_conditions(a, b):
+        words = "; ".join(f"{key} {ours} and {theirs}" for key, (ours, theirs) in unlike.items())
+        sentence = f"{a.name} and {b.name} are compared, but ran with {words}: that changes the speed"
         return [Finding("workloads_differ", sentence, 0.9)]
     return []
-
-
-def unlike_conditions(a: RunLog, b: RunLog) -> str | None:
-    """What machines of one kind may differ in: power limits of cards, threads of as many processes on a CPU."""
-    limits = [{gpu.power_limit_w or math.nan for gpu in log.environment.gpus} for log in (a, b)]
-    if all(limits) and not any(map(math.isnan, limits[0] | limits[1])) and limits[0] != limits[1]:
-        ours, theirs = (" and ".join(f"{limit:g} W" for limit in sorted(each)) for each in limits)
-        return f"power limits of {ours} and of {theirs}"
-    threads = [log.environment.cpu_threads for log in (a, b)]
-    on_cpu = a.environment.device == b.environment.device == "cpu"
-    if on_cpu and a.config.world_size == b.config.world_size and threads[0] != threads[1]:
-        return f"{threads[0]} and {threads[1]} CPU threads a process"
-    return None
 
 
 def machine_of(log: RunLog) -> tuple[str | None, ...]:

@@ -70,9 +70,11 @@ def nest(overrides: Overrides) -> Overrides:
     """`{"loader.kind": "memmap"}` as `{"loader": {"kind": "memmap"}}`."""
     nested: Overrides = {}
     for key, value in overrides.items():
-        head, _, tail = str(key).partition(".")
-        if tail and head in overrides:
-            raise ConfigError(f"{head} and {key} are both given; write one mapping, or dotted keys alone")
+        head, *others = str(key).split(".")
+        tail = ".".join(others)
+        for above in (".".join([head, *others[:end]]) for end in range(len(others))):
+            if above in overrides:
+                raise ConfigError(f"{above} and {key} are both given; write one mapping, or dotted keys alone")
         nested[head] = merge(nested.get(head, {}), {tail: value}) if tail else value
     return nested
 

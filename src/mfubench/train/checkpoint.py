@@ -167,10 +167,12 @@ def restore_history(path: Path, step: int, config: RunConfig, log: RunLog) -> li
         setattr(log, name, getattr(earlier, name))
     if len(log.rank_step_times_s) != config.world_size:
         log.rank_step_times_s = []
+    if not log.steps:
+        return []
     changed = list(differing(computes(saved_config(path)), computes(config)))
     if trains(config, step):
         changed += differing(*known_of_both(conditions(earlier), conditions(log)))
-    else:
+    elif not changed:
         for name in OF_THE_STEPS:
             setattr(log, name, getattr(earlier, name))
     if changed:
@@ -205,6 +207,8 @@ def conditions(log: RunLog) -> dict[str, Any]:
         "power_limits_w": None if None in (limits := [gpu.power_limit_w for gpu in gpus]) else limits,
         "cpu": environment.cpu if environment.device == "cpu" else None,
         "cpu_threads": environment.cpu_threads if environment.device == "cpu" else None,
+        "driver": environment.driver,
+        "nccl": environment.nccl,
         "torch": environment.torch,
         "packages": environment.packages,
         "used": {name: choice.used for name, choice in log.used.items() if name != "cuda_graphs"},

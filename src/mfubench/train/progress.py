@@ -124,7 +124,7 @@ def nothing_trained(log: RunLog) -> str | None:
 
 def nothing_measured(log: RunLog) -> str | None:
     """A sentence where a run has no rate."""
-    if not log.steps or log.measured_steps():
+    if not log.steps or log.measured_steps() or log.config.evaluation.only:
         return None
     if (demoted := log.demoted()) is not None:
         return f"no step was measured: {demoted}; raise max_iters for a rate here"

@@ -63,7 +63,8 @@ class Training:
     @property
     def nothing_left(self) -> bool:
         """Whether an earlier process did all steps, which the log then tells of."""
-        return self.goes_on and not checkpoint.trains(self.config, self.first_step)
+        done_before = self.goes_on and not checkpoint.trains(self.config, self.first_step)
+        return done_before and not self.log.resumes[-1].changed
 
     @property
     def state(self) -> checkpoint.State:

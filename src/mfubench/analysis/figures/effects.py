@@ -11,8 +11,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import PercentFormatter
 
 from mfubench.analysis.effects import Effect
-from mfubench.analysis.expectations import Expectations, expected_change
-from mfubench.analysis.expected import EFFECT_TOLERANCE, judged_change
+from mfubench.analysis.expectations import EFFECT_TOLERANCE, Expectations, expected_change, judged_change
 from mfubench.analysis.figures.style import (
     Theme,
     empty_figure,

@@ -231,7 +231,7 @@ def loss_row(name: str, judged: Measures) -> list[str]:
         final = f"{judged.final_loss:.3f}" if judged.final_loss is not None else "not finite"
     what = f"`{name}`"
     if judged.log.config.continues is not None:
-        done = judged.log.resumes[-1].step if judged.log.resumes else 0
+        done = judged.log.resumes[0].step if judged.log.resumes else 0
         doing = "evaluates" if judged.log.config.evaluation.only else "continues"
         what += f" ({doing} `{judged.log.config.continues}` after {done} steps)"
     return [what, str(len(steps)), first, final, held_out_loss(judged.log.evaluations)]
