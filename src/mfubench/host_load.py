@@ -86,9 +86,9 @@ def cores_of_run(log: RunLog) -> ProcessCores | None:
 
 
 def shared_cores(by_processes: Sequence[ProcessCores | None]) -> str | None:
-    """In words, that more processes shared the cores that fewer had: a rate of theirs is none of more hardware.
+    """In words, that more processes shared the cores that fewer had, or one another's: no scaling of hardware.
 
-    by_processes: the fewest first. None where more processes had more cores, and of GPU runs.
+    by_processes: the fewest first. None where more processes had more cores, one for each thread, and of GPU runs.
     """
     known = [cores for cores in by_processes if cores is not None]
     if not any(more.cores <= known[0].cores or more.crowded for more in known[1:]):
