@@ -12,7 +12,6 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from benchmarks.kernels import device_and_model
 from benchmarks.rows import markdown_table
 from benchmarks.runner import leave
+from mfubench.ceilings.collectives import join_ranks
 from mfubench.config import ConfigError, ModelConfig
 from mfubench.machine import describe_cards
 from mfubench.model import build_model
@@ -32,11 +32,12 @@ from mfubench.predict import plan_run
 from mfubench.run_log import write_json
 from mfubench.stop_signals import on_stop
 from mfubench.train.buckets import plan_buckets
-from mfubench.train.exchange import Exchange, gather_parts, missing_on, symmetric_zeros, take_no_thread_blocks
+from mfubench.train.exchange import Exchange, gather_parts, missing_on, symmetric_zeros
 from mfubench.train.process import Process
 
 TOLERANCE = 1e-5  # between sums in another order, relative to the largest
 MATMULS = "matmuls alone"
+TIMEOUT_S = 600.0  # of one collective
 
 
 class Sums:
@@ -137,19 +138,10 @@ class Sums:
 
 def measure(rank: int, arguments: argparse.Namespace, model: ModelConfig, meeting: str) -> None:
     """One rank of all; rank 0 prints and writes."""
-    warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor.*", category=FutureWarning)
-    device = torch.device("cuda", rank) if arguments.device == "cuda" else torch.device("cpu")
-    backend = "gloo"
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        take_no_thread_blocks()
-        backend = "cpu:gloo,cuda:nccl"
-    where = {"init_method": f"file://{meeting}", "rank": rank, "world_size": arguments.gpus}
-    dist.init_process_group(backend, **where, **({"device_id": device} if device.type == "cuda" else {}))
-    process = Process(rank, arguments.gpus, rank, device)
-    if device.type == "cuda" and (obstacle := missing_on(process)) is not None:
+    process = join_ranks(rank, arguments.gpus, arguments.device, Path(meeting), TIMEOUT_S, by_copies=True)
+    if process.on_cuda and (obstacle := missing_on(process)) is not None:
         raise ConfigError(f"these GPUs cannot exchange: {obstacle}")
-    if device.type == "cuda":
+    if process.on_cuda:
         torch.cuda.set_stream(torch.cuda.Stream())  # the default one would wait for all others
     sums = Sums(model, arguments.micro_batch_size * arguments.seq_len, process)
     sums.check()

@@ -132,8 +132,11 @@ def why(rank: int, code: int, folder: Path) -> str:
 
 def run_rank(measure: Measure, rank: int, world_size: int, device_type: Device, seconds: float, folder: Path) -> None:
     """One process: time each operation and size; rank 0 writes. A rank that fails leaves a record."""
+    if device_type == "cpu":
+        torch.set_num_threads(1)
     try:
-        process = join_ranks(rank, world_size, device_type, seconds, folder, by_copies=measure is measure_exchange)
+        limit_s, by_copies = time_limit_s(device_type, seconds), measure is measure_exchange
+        process = join_ranks(rank, world_size, device_type, folder / "store", limit_s, by_copies=by_copies)
         found = measure(process, seconds)
         if rank == 0:
             write_json(folder / RESULT, found if isinstance(found, str) else [rate.model_dump() for rate in found])
@@ -146,22 +149,20 @@ def run_rank(measure: Measure, rank: int, world_size: int, device_type: Device, 
 
 
 def join_ranks(
-    rank: int, world_size: int, device_type: Device, seconds: float, folder: Path, *, by_copies: bool
+    rank: int, world_size: int, device_type: Device, store: Path, limit_s: float, *, by_copies: bool
 ) -> Process:
-    """Take a rank's device and meet the others through a file."""
+    """Take a rank's device and meet the others through a file. by_copies: to exchange, which needs its own NCCL."""
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
         if by_copies:
             take_no_thread_blocks()
-    else:
-        torch.set_num_threads(1)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-        init_method=f"file://{folder}/store",
+        init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=time_limit_s(device_type, seconds)),
+        timeout=timedelta(seconds=limit_s),
         device_id=device if device_type == "cuda" else None,
     )
     warnings.filterwarnings(  # torch 2.13 renames them, 2.11 has no others
