@@ -28,7 +28,7 @@ from mfubench.ceilings.collectives import join_ranks
 from mfubench.config import ConfigError, ModelConfig
 from mfubench.machine import describe_cards
 from mfubench.model import build_model
-from mfubench.predict import plan_run
+from mfubench.prediction.predict import plan_run
 from mfubench.run_log import write_json
 from mfubench.stop_signals import on_stop
 from mfubench.train.buckets import plan_buckets

@@ -24,15 +24,8 @@ DATASET_CODE = code_digest(
 )
 SEARCH_CODE = TRAINING_CODE + code_digest([SOURCE / "memory_search.py"])
 PREDICTION = (
-    "predict.py",
-    "calibration.py",
-    "measured_runs.py",
+    "prediction",
     "result_files.py",
-    "resolved_settings.py",
-    "step_bytes.py",
-    "step_model.py",
-    "card_rates.py",
-    "memory.py",
     "decisions.py",
     "flops.py",
     "hardware.py",
@@ -42,12 +35,12 @@ PREDICTION = (
 )
 PLANNER_CODE = code_digest(
     [
-        *SOURCE.glob("planner*.py"),
+        SOURCE / "planner",
         *(SOURCE / name for name in PREDICTION),
         SOURCE / "analysis" / "figures" / "style.py",
     ]
 )
-EXPORT_CODE = code_digest([SOURCE / "exchange"])
+EXPORT_CODE = code_digest([SOURCE / "conversion"])
 SMOKE_CODE = code_digest([SOURCE / "smoke.py"])
 CEILINGS_CODE = code_digest(
     [
@@ -108,12 +101,12 @@ PROFILE_CODE = code_digest(
     SOURCE / module
     for module in (
         "profiling",
-        "resolved_settings.py",
-        "step_bytes.py",
-        "step_model.py",
-        "memory.py",
+        "prediction/resolved_settings.py",
+        "prediction/step_bytes.py",
+        "prediction/step_model.py",
+        "prediction/memory.py",
         "decisions.py",
-        "measured_runs.py",
+        "prediction/measured_runs.py",
     )
 )
 

@@ -16,7 +16,7 @@ from mfubench.audit.main import check
 from mfubench.ceilings import Ceilings
 from mfubench.config import ConfigError, EvaluationConfig
 from mfubench.flops import executed_flops_per_token, flop_terms, flops_per_token
-from mfubench.measured_runs import REFERENCE
+from mfubench.prediction.measured_runs import REFERENCE
 from mfubench.run_log import Choice, Resume, RunLog, write_json, write_run_log
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])

@@ -17,7 +17,7 @@ from mfubench.cli import app
 from mfubench.config import ConfigError, EvaluationConfig, MeasurementConfig
 from mfubench.flops import executed_flops_per_token, flop_terms
 from mfubench.host_load import contention, contention_of_ceilings, contention_of_run
-from mfubench.measured_runs import REFERENCE
+from mfubench.prediction.measured_runs import REFERENCE
 from mfubench.run_log import RunLog, Step, read_run_log, write_json, write_run_log
 from mfubench.run_plot import plot_run
 

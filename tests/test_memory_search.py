@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mfubench.config import KernelsConfig
 from mfubench.experiments import expand_study
-from mfubench.measured_runs import read_memory_searches
 from mfubench.memory_search import find_limit, limit_words, one_that_ran, predict_limit, summarize
+from mfubench.prediction.measured_runs import read_memory_searches
 from mfubench.run_log import Choice, write_json
 
 DEFAULT_STUDY = Path(__file__).parents[1] / "config" / "config.yaml"

@@ -21,7 +21,7 @@ from workflow.project import STUDY, copy_project
 
 from mfubench.analysis.report.render import main as write_report
 from mfubench.config import ConfigError
-from mfubench.exchange.checkpoints import read_masters
+from mfubench.conversion.checkpoints import read_masters
 from mfubench.experiments import expand_study, parse_overrides
 from mfubench.run_log import read_run_log, write_run_log
 from mfubench.train.checkpoint_files import IndexUnpickler

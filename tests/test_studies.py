@@ -10,8 +10,8 @@ import yaml
 from mfubench.analysis.expectations import load_expectations
 from mfubench.analysis.study import base_name
 from mfubench.experiments import Study, expand_study, resolve_extends
-from mfubench.memory import MemoryFit, estimate_memory
-from mfubench.resolved_settings import resolve_loss, resolve_reduction
+from mfubench.prediction.memory import MemoryFit, estimate_memory
+from mfubench.prediction.resolved_settings import resolve_loss, resolve_reduction
 
 FOLDER = Path(__file__).parents[1] / "config" / "studies"
 STUDIES = sorted(path.stem for path in FOLDER.glob("*.yaml"))

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.driving import drive, init_process_group, package_version, step_batches
 from benchmarks.peers.job import Job, MissingPeer
-from mfubench.exchange.hf_config import config_json
+from mfubench.conversion.hf_config import config_json
 
 
 def version(job: Job) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 from mfubench.config import ConfigError, MemorySearch, parse
 from mfubench.job import add_job_arguments, cards_for_job, write_stamp
-from mfubench.memory import largest_micro_batch
+from mfubench.prediction.memory import largest_micro_batch
 from mfubench.run_log import RunLog, read_run_log, write_json
 from mfubench.training_job import start_training
 
@@ -66,8 +66,8 @@ def predict_limit(log: RunLog) -> int | None:
     describe."""
     if not log.environment.gpus:
         return None
-    from mfubench.calibration import shipped_calibration
-    from mfubench.measured_runs import as_run
+    from mfubench.prediction.calibration import shipped_calibration
+    from mfubench.prediction.measured_runs import as_run
 
     return largest_micro_batch(as_run(log), memory_gib(log), shipped_calibration().memory)
 

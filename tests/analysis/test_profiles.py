@@ -27,13 +27,13 @@ from mfubench.analysis.roofline import Point, points_of
 from mfubench.analysis.tables import profiles_table
 from mfubench.analysis.units import format_rate
 from mfubench.config import CommunicationConfig
-from mfubench.predict import plan_run
+from mfubench.prediction.predict import plan_run
+from mfubench.prediction.step_bytes import chunk_sum_bytes, elementwise_bytes, elementwise_bytes_by_group
+from mfubench.prediction.step_model import micro_step_matmuls
 from mfubench.presets import load_model
 from mfubench.profiling.breakdown import MatmulTotal
 from mfubench.profiling.trace_file import trace_of_reason, write_trace
 from mfubench.run_log import Choice, write_json
-from mfubench.step_bytes import chunk_sum_bytes, elementwise_bytes, elementwise_bytes_by_group
-from mfubench.step_model import micro_step_matmuls
 
 NOT_RUN = ("tiers/tier8", "tiers/tier9")
 

@@ -55,10 +55,10 @@ TRAINING = {
 PREDICTED = "where a search looks first; the limit that it finds is the same"
 SEARCH = {
     **TRAINING,
-    "calibration.py": PREDICTED,
+    "prediction/calibration.py": PREDICTED,
     "job.py": "what comes before a run: the machine, free cards",
-    "measured_runs.py": PREDICTED,
-    "memory.py": PREDICTED,
+    "prediction/measured_runs.py": PREDICTED,
+    "prediction/memory.py": PREDICTED,
 }
 TOKENIZER = {
     **LEFT_OUT,
@@ -99,13 +99,13 @@ CEILINGS = {
 }
 TRIALS = "how a search makes its trials, of which the analysis has the results"
 AUDIT = {**LEFT_OUT, "experiments/schema.py": "the form of a study file, which study.json holds expanded"}
-ANALYSIS = {**AUDIT, "calibration.py": TRIALS, "job.py": TRIALS, "training_job.py": TRIALS}
+ANALYSIS = {**AUDIT, "prediction/calibration.py": TRIALS, "job.py": TRIALS, "training_job.py": TRIALS}
 FIGURE = {
     **ANALYSIS,
     **dict.fromkeys(
         (
-            *("decisions.py", "measured_runs.py", "memory.py"),
-            *("resolved_settings.py", "step_bytes.py", "step_model.py"),
+            *("decisions.py", "prediction/measured_runs.py", "prediction/memory.py"),
+            *("prediction/resolved_settings.py", "prediction/step_bytes.py", "prediction/step_model.py"),
             *("profiling/breakdown.py", "profiling/categories.py", "profiling/trace_file.py"),
         ),
         "of profiled steps, which the figure does not show",
@@ -113,7 +113,7 @@ FIGURE = {
 }
 PROFILED = {
     **ANALYSIS,
-    "card_rates.py": "rates of cards that nobody measured: an analysis predicts nothing",
+    "prediction/card_rates.py": "rates of cards that nobody measured: an analysis predicts nothing",
 }
 BY_SCRIPT = {  # figures aside
     "train_model.py": TRAINING,

@@ -4,8 +4,8 @@ import argparse
 import shutil
 from pathlib import Path
 
+from mfubench.conversion.checkpoints import export_checkpoint
 from mfubench.endings import faults_told
-from mfubench.exchange.checkpoints import export_checkpoint
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

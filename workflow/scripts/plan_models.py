@@ -3,7 +3,7 @@
 import sys
 
 from mfubench.endings import faults_told
-from mfubench.planner_study import main
+from mfubench.planner.study import main
 
 if __name__ == "__main__":
     with faults_told():

@@ -11,9 +11,9 @@ from mfubench.config import RunConfig
 from mfubench.decisions import ELEMENT_BYTES
 from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
 from mfubench.hardware import arithmetic_of_run, rank_share
-from mfubench.measured_runs import as_run
-from mfubench.resolved_settings import in_matmuls
-from mfubench.step_bytes import (
+from mfubench.prediction.measured_runs import as_run
+from mfubench.prediction.resolved_settings import in_matmuls
+from mfubench.prediction.step_bytes import (
     accumulation_bytes,
     chunk_sum_bytes,
     elementwise_bytes_by_group,
@@ -21,7 +21,7 @@ from mfubench.step_bytes import (
     optimizer_bytes,
     reduced_bytes,
 )
-from mfubench.step_model import micro_step_matmuls
+from mfubench.prediction.step_model import micro_step_matmuls
 
 ATTENTION_PASSES = 3.5  # matmuls of forward and backward over those of forward: 2 and 5
 

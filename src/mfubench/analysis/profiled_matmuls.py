@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from mfubench.analysis.profiles import Profiled
 from mfubench.ceilings.schema import Ceilings, Product
 from mfubench.hardware import arithmetic_of_run, rank_share
-from mfubench.measured_runs import as_run
+from mfubench.prediction.measured_runs import as_run
+from mfubench.prediction.step_model import micro_step_matmuls
 from mfubench.run_log import RunLog
-from mfubench.step_model import micro_step_matmuls
 
 PRODUCTS: tuple[Product, ...] = ("forward", "input_gradient", "weight_gradient")  # as step_model lists them
 IN_CEILINGS = {"qkv": "qkv", "o": "attention_output", "up": "mlp_up", "down": "mlp_down", "lm_head": "lm_head"}

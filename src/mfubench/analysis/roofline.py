@@ -8,8 +8,8 @@ from mfubench.analysis.ideal import ATTENTION_PASSES, memory_traffic
 from mfubench.analysis.profiles import Profiled
 from mfubench.config import RunConfig
 from mfubench.decisions import ELEMENT_BYTES
-from mfubench.measured_runs import as_run
-from mfubench.step_model import Matmul, micro_step_matmuls
+from mfubench.prediction.measured_runs import as_run
+from mfubench.prediction.step_model import Matmul, micro_step_matmuls
 
 # Arithmetic an element moved, counting multiply, add, divide, exponential and root as one each: a place on the axis of
 # intensity, where a factor of two is a small step. Norm forward 5 operations for 4 elements moved, backward 10 for 5;

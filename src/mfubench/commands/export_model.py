@@ -17,7 +17,7 @@ def export_model(
     ] = "float32",
 ) -> None:
     """Write a checkpoint so that transformers' AutoModelForCausalLM.from_pretrained(OUTPUT) loads it."""
-    from mfubench.exchange.checkpoints import export_checkpoint
+    from mfubench.conversion.checkpoints import export_checkpoint
 
     checkpoint = export_checkpoint(source, output, tokenizer_dir=tokenizer, dtype=dtype)
     typer.echo(f"{output}: {checkpoint} in {dtype}, {'with its' if tokenizer else 'without a'} tokenizer")

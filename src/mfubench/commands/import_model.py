@@ -20,7 +20,7 @@ def import_model(
     """Read GPT2LMHeadModel, LlamaForCausalLM or Qwen3ForCausalLM; prints the preset to add to config/models.yaml."""
     import yaml
 
-    from mfubench.exchange.checkpoints import import_checkpoint
+    from mfubench.conversion.checkpoints import import_checkpoint
     from mfubench.experiments import parse_overrides
 
     model = import_checkpoint(source, output, settings=parse_overrides(settings or []), data=data).model

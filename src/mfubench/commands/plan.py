@@ -23,7 +23,7 @@ def loss(
 ) -> None:
     """Predicted loss of N parameters trained on D tokens."""
     from mfubench.analysis.units import format_digits
-    from mfubench.planner import find_law, require_positive
+    from mfubench.planner.design import find_law, require_positive
 
     require_positive(parameters=parameters, tokens=tokens)
     chinchilla = find_law(law)
@@ -52,8 +52,8 @@ def cost(
 ) -> None:
     """FLOPs of training a preset, by every convention and by 6ND, and the loss to expect."""
     from mfubench.analysis.units import format_count, format_digits
-    from mfubench.planner import evaluate, find_law, require_positive
-    from mfubench.planner_study import describe_design
+    from mfubench.planner.design import evaluate, find_law, require_positive
+    from mfubench.planner.study import describe_design
     from mfubench.presets import load_model
 
     require_positive(tokens=tokens)
@@ -96,12 +96,12 @@ def search(
     as_json: Json = False,
 ) -> None:
     """Search the models of lowest predicted loss for a compute budget, or for hours of a machine."""
-    from mfubench.calibration import calibrate_on
     from mfubench.config import ConfigError, parse
-    from mfubench.planner import PlanConfig
-    from mfubench.planner_machine import Machine, compute_in_hours, search_on_machine
-    from mfubench.planner_search import search as search_designs
-    from mfubench.planner_study import describe_plan, format_designs
+    from mfubench.planner.design import PlanConfig
+    from mfubench.planner.machine import Machine, compute_in_hours, search_on_machine
+    from mfubench.planner.search import search as search_designs
+    from mfubench.planner.study import describe_plan, format_designs
+    from mfubench.prediction.calibration import calibrate_on
 
     if (compute is None) == (hours is None):
         raise ConfigError("plan: give the budget either as --compute (FLOPs) or as --hours (with --gpu and --gpus)")
@@ -153,8 +153,8 @@ def figures(
 ) -> None:
     """Draw isoflop curves and the loss surface of a budget, with given designs as points."""
     from mfubench.config import ConfigError, parse
-    from mfubench.planner import PlanConfig, require_positive
-    from mfubench.planner_study import draw_plan, evaluate_all
+    from mfubench.planner.design import PlanConfig, require_positive
+    from mfubench.planner.study import draw_plan, evaluate_all
 
     settings = {"vocab_size": vocab_size, "compute": compute, "seq_len": seq_len, "law": law, "convention": convention}
     plan = parse(PlanConfig, settings, "plan")

@@ -45,11 +45,11 @@ def predict(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict step time, tokens/s, MFU and memory of a run, each with an error bar."""
-    from mfubench.calibration import calibrate_on, shipped_calibration
     from mfubench.ceilings import read_ceilings
     from mfubench.config import ConfigError, KernelsConfig
-    from mfubench.predict import plan_run, predict_fastest
-    from mfubench.predict import predict as predict_run
+    from mfubench.prediction.calibration import calibrate_on, shipped_calibration
+    from mfubench.prediction.predict import plan_run, predict_fastest
+    from mfubench.prediction.predict import predict as predict_run
     from mfubench.presets import load_model
 
     if runs and uncalibrated:

@@ -10,7 +10,7 @@ from mfubench.config import Strict
 from mfubench.data.config import DatasetConfig, TokenizerConfig
 from mfubench.experiments.overrides import Overrides
 from mfubench.machine_config import MachineConfig
-from mfubench.planner_study import PlanRequest
+from mfubench.planner.study import PlanRequest
 
 Stage = Literal["smoke", "baseline", "scaling", "tiers", "ablations", "memory", "training"]
 STAGES: tuple[Stage, ...] = get_args(Stage)

@@ -14,15 +14,15 @@ from typing import Any
 
 import mfubench
 from mfubench.analysis.measures import measure
-from mfubench.calibration import shipped_calibration
 from mfubench.code_digest import TRAINING, code_digest
 from mfubench.config import ConfigError, KernelsConfig, RunConfig
 from mfubench.experiments import Overrides, build_run, merge
 from mfubench.job import cards_for_job
 from mfubench.lease import processes_per_node, visible_cards
 from mfubench.machine import IDENTITY, describe_machine
-from mfubench.memory import estimate_memory
-from mfubench.resolved_settings import resolve_auto
+from mfubench.prediction.calibration import shipped_calibration
+from mfubench.prediction.memory import estimate_memory
+from mfubench.prediction.resolved_settings import resolve_auto
 from mfubench.run_log import RunLog, read_run_log, read_steps, try_writing, write_json
 from mfubench.training_job import start_training
 from mfubench.tune.search import LARGEST_MICRO_BATCH, BudgetSpent, Search, Setting, Space, Trial

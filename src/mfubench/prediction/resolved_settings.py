@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from mfubench.card_rates import Rates, generation
 from mfubench.config import ModelConfig, RunConfig
 from mfubench.decisions import LARGE_VOCABULARY, fsdp_without_sum, may_exchange, no_exchange
 from mfubench.flops import count_parameters
 from mfubench.hardware import find_gpu
-from mfubench.memory import activation_kernel
+from mfubench.prediction.card_rates import Rates, generation
+from mfubench.prediction.memory import activation_kernel
 
 WITHOUT_MATMULS = {"swiglu": "fused", "gelu": "plain"}  # what runs where `matmul` cannot
 WRITES_ONE_GRADIENT = ("fa3", "fa4")  # the keys of attention_kernels.PACKED, which needs torch

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-from mfubench.calibration import Calibration, shipped_calibration
 from mfubench.config import ConfigError, ModelConfig, Parallelism
 from mfubench.hardware import find_gpu
-from mfubench.memory import estimate_memory
-from mfubench.planner import Design, PlanConfig, require_positive
-from mfubench.planner_search import build_model, search
-from mfubench.predict import Prediction, plan_run, predict
+from mfubench.planner.design import Design, PlanConfig, require_positive
+from mfubench.planner.search import build_model, search
+from mfubench.prediction.calibration import Calibration, shipped_calibration
+from mfubench.prediction.memory import estimate_memory
+from mfubench.prediction.predict import Prediction, plan_run, predict
 
 TOKENS_PER_STEP = 2**19  # of the runs that are priced: half a million, as is usual at 1-2B parameters
 
@@ -99,7 +99,7 @@ class Machine:
 
 
 def search_on_machine(plan: PlanConfig, machine: Machine, count: int = 5) -> list[Design]:
-    """As `planner_search.search`, of models that fit the machine's memory."""
+    """As `planner.search.search`, of models that fit the machine's memory."""
     return search(plan, count, lambda models: machine.fits(plan, models))
 
 

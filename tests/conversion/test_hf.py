@@ -12,8 +12,8 @@ from model.small_models import ARCHITECTURES, GPT2, LLAMA, QWEN3, build, run_con
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mfubench.config import ConfigError, ModelConfig
-from mfubench.exchange.hf import export_hf, import_hf, parameter_shapes, split_parameters
-from mfubench.exchange.hf_config import layout_of
+from mfubench.conversion.hf import export_hf, import_hf, parameter_shapes, split_parameters
+from mfubench.conversion.hf_config import layout_of
 from mfubench.model import build_model
 
 transformers = pytest.importorskip("transformers")

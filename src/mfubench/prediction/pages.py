@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mfubench import measured_runs
 from mfubench.analysis.expectations import Expectation, Expectations, load_expectations
-from mfubench.calibration import fit_factors, fit_memory, predicted_seconds, shipped_calibration
 from mfubench.config import KernelsConfig
 from mfubench.flops import flop_terms, flops_per_token, mfu
 from mfubench.hardware import find_gpu, peak_for
-from mfubench.memory import estimate_memory, largest_micro_batch
-from mfubench.predict import Prediction, check_predictions, format_checks, plan_run, predict
+from mfubench.prediction import measured_runs
+from mfubench.prediction.calibration import fit_factors, fit_memory, predicted_seconds, shipped_calibration
+from mfubench.prediction.memory import estimate_memory, largest_micro_batch
+from mfubench.prediction.predict import Prediction, check_predictions, format_checks, plan_run, predict
 from mfubench.presets import load_model
 
 H100, H200, B200, A6000 = "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "NVIDIA RTX A6000"

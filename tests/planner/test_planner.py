@@ -12,17 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from mfubench import measured_runs, planner_pages, planner_study
 from mfubench.analysis.figures.style import LIGHT
-from mfubench.calibration import shipped_calibration
 from mfubench.commands.plan import app
 from mfubench.config import ConfigError, ModelConfig, parse
 from mfubench.flops import count_parameters, flop_terms, flops_per_token
-from mfubench.planner import LAWS, PlanConfig, effective_tokens, evaluate, find_law
-from mfubench.planner_figures import draw_isoflops
-from mfubench.planner_machine import Machine, compute_in_hours, search_on_machine
-from mfubench.planner_search import build_model, isoflop_curve, search, shapes, widths
-from mfubench.planner_study import PlanRequest
+from mfubench.planner import pages, study
+from mfubench.planner.design import LAWS, PlanConfig, effective_tokens, evaluate, find_law
+from mfubench.planner.figures import draw_isoflops
+from mfubench.planner.machine import Machine, compute_in_hours, search_on_machine
+from mfubench.planner.search import build_model, isoflop_curve, search, shapes, widths
+from mfubench.planner.study import PlanRequest
+from mfubench.prediction import measured_runs
+from mfubench.prediction.calibration import shipped_calibration
 from mfubench.presets import load_model
 
 BUDGET = 1.36e21
@@ -389,7 +390,7 @@ def test_command_figures(tmp_path):
 
 
 def test_given_designs_have_a_colour_and_markers_of_their_own():
-    figure = draw_isoflops(plan(), planner_pages.founding_designs(), LIGHT)
+    figure = draw_isoflops(plan(), pages.founding_designs(), LIGHT)
     (axes,) = figure.axes
     designs = [line for line in axes.lines if not line.get_label().startswith("_")]
     others = [line for line in axes.lines if line.get_label().startswith("_")]
@@ -428,11 +429,11 @@ def test_isoflop_curve_touches_the_best_design():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", planner_pages.PAGES)
+@pytest.mark.parametrize("page", pages.PAGES)
 def test_pages_are_what_the_code_says(page):
-    """`python -m mfubench.planner_pages` rewrites them."""
-    text = (planner_pages.DOCS / page).read_text(encoding="utf-8")
-    assert planner_pages.fill(text, planner_pages.PAGES[page]) == text
+    """`python -m mfubench.planner.pages` rewrites them."""
+    text = (pages.DOCS / page).read_text(encoding="utf-8")
+    assert pages.fill(text, pages.PAGES[page]) == text
 
 
 # --- plans of a study ------------------------------------------------------------------------------------------------
@@ -448,7 +449,7 @@ GUIDE_BUDGET = {
 def run_plan_script(request: dict, folder: Path) -> int:
     files = {"output": "plan.json", "table": "plan.txt", "isoflops": "isoflops.png", "loss-surface": "surface.png"}
     arguments = [text for name, file in files.items() for text in (f"--{name}", str(folder / file))]
-    return planner_study.main(["--plan", parse(PlanRequest, request, "plan").to_json(), *arguments])
+    return study.main(["--plan", parse(PlanRequest, request, "plan").to_json(), *arguments])
 
 
 def test_a_plan_of_a_study_is_written_as_json_table_and_figures(tmp_path):

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from mfubench.cli import app
 from mfubench.config import ConfigError, ModelConfig
-from mfubench.exchange.checkpoints import export_checkpoint, find_checkpoint, import_checkpoint, read_masters
-from mfubench.exchange.hf import import_hf
+from mfubench.conversion.checkpoints import export_checkpoint, find_checkpoint, import_checkpoint, read_masters
+from mfubench.conversion.hf import import_hf
 from mfubench.model import build_model
 from mfubench.run_log import read_run_log
 

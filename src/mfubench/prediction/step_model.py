@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from mfubench.card_rates import Rates, tile_share
 from mfubench.config import RunConfig
 from mfubench.decisions import ELEMENT_BYTES, fsdp_keeps_weights, shard_ranks
 from mfubench.flops import count_parameters
-from mfubench.step_bytes import (
+from mfubench.prediction.card_rates import Rates, tile_share
+from mfubench.prediction.step_bytes import (
     GRADIENT_BYTES,
     accumulating_weights,
     accumulation_bytes,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from mfubench.config import ConfigError, ModelConfig
 from mfubench.flops import CONVENTIONS, flop_terms, flops_per_token
-from mfubench.planner import Design, PlanConfig, effective_tokens, find_law
+from mfubench.planner.design import Design, PlanConfig, effective_tokens, find_law
 
 # Whether models can be trained on the machine at hand: of a ModelConfig or of a grid of them (see `shapes`).
 Fits = Callable[[ModelConfig], Any]

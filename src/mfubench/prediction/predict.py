@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mfubench.calibration import Calibration, fit_factors, predicted_seconds, uncalibrated
-from mfubench.card_rates import Rates, card_rates
 from mfubench.ceilings import Ceilings
 from mfubench.config import ConfigError, ModelConfig, RunConfig, parse
 from mfubench.flops import CONVENTIONS, flop_terms, flops_per_token, mfu
 from mfubench.hardware import find_gpu
-from mfubench.measured_runs import Observation
-from mfubench.memory import MemoryEstimate, estimate_memory, largest_micro_batch
-from mfubench.resolved_settings import resolve_settings
-from mfubench.step_model import step_terms
+from mfubench.prediction.calibration import Calibration, fit_factors, predicted_seconds, uncalibrated
+from mfubench.prediction.card_rates import Rates, card_rates
+from mfubench.prediction.measured_runs import Observation
+from mfubench.prediction.memory import MemoryEstimate, estimate_memory, largest_micro_batch
+from mfubench.prediction.resolved_settings import resolve_settings
+from mfubench.prediction.step_model import step_terms
 from mfubench.tune.search import GAIN, LARGEST_MICRO_BATCH
 
 ERROR_BAR = "half-width of the 95 % interval"

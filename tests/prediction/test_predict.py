@@ -13,17 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from mfubench import measured_runs, prediction_pages
-from mfubench import predict as prediction_module
-from mfubench.calibration import calibrate, fit_memory, shipped_calibration, uncalibrated
-from mfubench.card_rates import TILES, card_rates, datasheet_rates, generation, tile_share
 from mfubench.ceilings.schema import AttentionRate, Ceilings, CollectiveRate, CopyRate, MatmulRate
 from mfubench.cli import app
 from mfubench.config import ConfigError, MemorySearch
 from mfubench.decisions import FSDP_KEPT_FRACTION, fsdp_keeps_weights
 from mfubench.flops import flop_terms, flops_per_token
 from mfubench.hardware import find_gpu
-from mfubench.measured_runs import (
+from mfubench.model.attention_kernels import PACKED
+from mfubench.planner.design import PlanConfig
+from mfubench.planner.search import build_model, shapes
+from mfubench.prediction import measured_runs
+from mfubench.prediction import pages as prediction_pages
+from mfubench.prediction import predict as prediction_module
+from mfubench.prediction.calibration import calibrate, fit_memory, shipped_calibration, uncalibrated
+from mfubench.prediction.card_rates import TILES, card_rates, datasheet_rates, generation, tile_share
+from mfubench.prediction.measured_runs import (
     REFERENCE,
     as_run,
     observe,
@@ -32,20 +36,23 @@ from mfubench.measured_runs import (
     read_memory_searches,
     read_runs,
 )
-from mfubench.memory import (
+from mfubench.prediction.memory import (
     MemoryFit,
     estimate_memory,
     largest_micro_batch,
 )
-from mfubench.model.attention_kernels import PACKED
-from mfubench.planner import PlanConfig
-from mfubench.planner_search import build_model, shapes
-from mfubench.predict import check_predictions, format_checks, plan_run, predict, predict_fastest
+from mfubench.prediction.predict import check_predictions, format_checks, plan_run, predict, predict_fastest
+from mfubench.prediction.resolved_settings import WRITES_ONE_GRADIENT
+from mfubench.prediction.step_bytes import optimizer_bytes
+from mfubench.prediction.step_model import (
+    attention_seconds,
+    lost_to_communication,
+    micro_step_matmuls,
+    slowest_of,
+    step_terms,
+)
 from mfubench.presets import load_model
-from mfubench.resolved_settings import WRITES_ONE_GRADIENT
 from mfubench.run_log import Choice, RankMemory, write_json, write_run_log
-from mfubench.step_bytes import optimizer_bytes
-from mfubench.step_model import attention_seconds, lost_to_communication, micro_step_matmuls, slowest_of, step_terms
 
 H100 = "NVIDIA H100 80GB HBM3"
 

@@ -15,8 +15,8 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from mfubench.analysis.figures.style import MARKERS, Theme, halo, titled_figure
 from mfubench.analysis.units import format_count
 from mfubench.flops import Convention
-from mfubench.planner import Design, PlanConfig, find_law
-from mfubench.planner_search import isoflop_curve, search
+from mfubench.planner.design import Design, PlanConfig, find_law
+from mfubench.planner.search import isoflop_curve, search
 
 BUDGET_STEPS = (1 / 16, 1 / 4, 1.0, 4.0)  # budgets shown, over the plan's
 RATIOS = (10, 20, 40, 80, 160)  # tokens per parameter

@@ -16,7 +16,7 @@ from mfubench.analysis.units import format_count, format_digits
 from mfubench.config import ConfigError, Parallelism, Strict
 from mfubench.flops import CONVENTIONS
 from mfubench.hardware import find_gpu
-from mfubench.planner import Design, PlanConfig, evaluate, find_law
+from mfubench.planner.design import Design, PlanConfig, evaluate, find_law
 from mfubench.presets import load_model
 from mfubench.run_log import write_json, write_text_atomically
 
@@ -64,7 +64,7 @@ def evaluate_all(presets: Iterable[tuple[str, float]], plan: PlanConfig) -> list
 def draw_plan(plan: PlanConfig, compared: Sequence[Design], isoflops: Path, loss_surface: Path, dark: bool) -> None:
     """The two figures of a plan, with the given designs as points."""
     from mfubench.analysis.figures.style import DARK, LIGHT, write_png
-    from mfubench.planner_figures import draw_isoflops, draw_loss_surface
+    from mfubench.planner.figures import draw_isoflops, draw_loss_surface
 
     for path, draw in ((isoflops, draw_isoflops), (loss_surface, draw_loss_surface)):
         write_png(draw(plan, compared, DARK if dark else LIGHT), path)
@@ -153,8 +153,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_plan(request: PlanRequest, files: argparse.Namespace) -> str:
     """Search, price, draw and write; the table. JSON comes last."""
-    from mfubench.planner_machine import Machine, search_on_machine
-    from mfubench.planner_search import search
+    from mfubench.planner.machine import Machine, search_on_machine
+    from mfubench.planner.search import search
 
     plan, machine = request.search, None
     if request.machine is not None:

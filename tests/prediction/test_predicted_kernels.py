@@ -9,24 +9,24 @@ import re
 import pytest
 from factories import make_model, make_run_config, make_run_log
 
-from mfubench.calibration import calibrate, fit_factors, predicted_seconds
-from mfubench.card_rates import card_rates, datasheet_rates
 from mfubench.config import KernelsConfig, RunConfig
 from mfubench.decisions import head_accumulates
-from mfubench.measured_runs import REFERENCE, as_run, observe, observe_memory, read_all_ceilings, read_runs
-from mfubench.memory import estimate_memory
-from mfubench.predict import check_predictions, predict
-from mfubench.prediction_pages import unseen_kernels
-from mfubench.resolved_settings import lacking, resolve_settings
-from mfubench.run_log import Choice
-from mfubench.step_bytes import (
+from mfubench.prediction.calibration import calibrate, fit_factors, predicted_seconds
+from mfubench.prediction.card_rates import card_rates, datasheet_rates
+from mfubench.prediction.measured_runs import REFERENCE, as_run, observe, observe_memory, read_all_ceilings, read_runs
+from mfubench.prediction.memory import estimate_memory
+from mfubench.prediction.pages import unseen_kernels
+from mfubench.prediction.predict import check_predictions, predict
+from mfubench.prediction.resolved_settings import lacking, resolve_settings
+from mfubench.prediction.step_bytes import (
     accumulation_bytes,
     elementwise_bytes_by_group,
     epilogue_bytes,
     loss_bytes,
     optimizer_bytes,
 )
-from mfubench.step_model import step_terms
+from mfubench.prediction.step_model import step_terms
+from mfubench.run_log import Choice
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 ALL = {"norm": "fused", "rope": "fused", "swiglu": "fused", "weight_gradient": "accumulate", "adamw": "fused"}

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from mfubench.card_rates import card_rates
 from mfubench.ceilings import Ceilings, read_ceilings
 from mfubench.config import ConfigError, KernelsConfig, MemorySearch, RunConfig
 from mfubench.hardware import find_gpu, is_on
+from mfubench.prediction.card_rates import card_rates
+from mfubench.prediction.resolved_settings import resolve_auto
+from mfubench.prediction.step_model import step_terms
 from mfubench.presets import CONFIG_DIR
-from mfubench.resolved_settings import resolve_auto
 from mfubench.result_files import find_results, is_run_log, read_json
 from mfubench.run_log import Choice, RunLog, read_run_log
-from mfubench.step_model import step_terms
 
 REFERENCE = CONFIG_DIR.parent / "results" / "reference"  # measured studies that ship with the project
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mfubench.config import ConfigError, RunConfig, parse
-from mfubench.exchange.hf import export_hf, import_hf
-from mfubench.exchange.new_folder import new_folder
+from mfubench.conversion.hf import export_hf, import_hf
+from mfubench.conversion.new_folder import new_folder
 from mfubench.experiments import merge
 from mfubench.model.decoder import DTYPES
 from mfubench.run_log import write_json, write_text_atomically

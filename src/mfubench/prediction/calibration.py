@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mfubench import measured_runs
-from mfubench.card_rates import Beliefs, load_beliefs
 from mfubench.ceilings import Ceilings
 from mfubench.config import RunConfig
-from mfubench.measured_runs import MemoryObservation, Observation
-from mfubench.memory import MemoryFit, estimate_memory
+from mfubench.prediction import measured_runs
+from mfubench.prediction.card_rates import Beliefs, load_beliefs
+from mfubench.prediction.measured_runs import MemoryObservation, Observation
+from mfubench.prediction.memory import MemoryFit, estimate_memory
 
 HALF_WIDTH = 1.96  # standard deviations in the half-width of a 95 % interval
 SMALLEST_FACTOR = 0.2

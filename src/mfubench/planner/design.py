@@ -5,7 +5,7 @@ design costs is counted for its exact shape by one of the conventions of `flops`
 with a large vocabulary the two differ by a third. Tokens are continuous: D = compute / FLOPs per token.
 
 The law sees N and D alone. It takes a wide and a deep model of one size for equally good and an embedding row for as
-useful as any other parameter; `PlanConfig` therefore keeps the search (`planner_search`) inside proportions that real
+useful as any other parameter; `PlanConfig` therefore keeps the search (`planner.search`) inside proportions that real
 models have. No torch.
 """
 

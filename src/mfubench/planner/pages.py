@@ -1,4 +1,4 @@
-"""The tables of docs/plan.md and docs/prediction.md, computed: `python -m mfubench.planner_pages` rewrites them.
+"""The tables of docs/plan.md and docs/prediction.md, computed: `python -m mfubench.planner.pages` rewrites them.
 
 A page marks a table by `<!-- table NAME -->` and `<!-- end -->`; whatever stands between is replaced. A test checks
 that the pages are what the code says.
@@ -15,11 +15,11 @@ from mfubench.analysis.figures.style import LIGHT
 from mfubench.analysis.units import format_digits
 from mfubench.config import ModelConfig, Parallelism
 from mfubench.flops import CONVENTIONS, count_parameters, flop_terms, flops_per_token
-from mfubench.planner import LAWS, Design, PlanConfig, evaluate, find_law
-from mfubench.planner_figures import draw_isoflops, draw_loss_surface, scientific
-from mfubench.planner_machine import Machine
-from mfubench.planner_search import search
-from mfubench.prediction_pages import (
+from mfubench.planner.design import LAWS, Design, PlanConfig, evaluate, find_law
+from mfubench.planner.figures import draw_isoflops, draw_loss_surface, scientific
+from mfubench.planner.machine import Machine
+from mfubench.planner.search import search
+from mfubench.prediction.pages import (
     eight_table,
     expectation_table,
     limit_table,

@@ -74,7 +74,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Peak memory of one rank on a card with `capacity_gib` (it decides how fsdp spends memory, nothing else).
 
-    `model` replaces the config's; it may be a grid (`planner_search.shapes`).
+    `model` replaces the config's; it may be a grid (`planner.search.shapes`).
     """
     model = model or config.model
     tokens = config.micro_batch_size * config.seq_len

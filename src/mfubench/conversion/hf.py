@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mfubench.config import ConfigError, ModelConfig
-from mfubench.exchange.hf_config import (
+from mfubench.conversion.hf_config import (
     Layout,
     architecture_of,
     config_json,
@@ -26,7 +26,7 @@ from mfubench.exchange.hf_config import (
     model_config,
     read_config_json,
 )
-from mfubench.exchange.new_folder import new_folder
+from mfubench.conversion.new_folder import new_folder
 from mfubench.model.attention_kernels import eager
 from mfubench.model.decoder import Decoder
 from mfubench.model.loss import full_loss

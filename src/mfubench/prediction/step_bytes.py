@@ -7,7 +7,7 @@ import math
 from mfubench.config import RunConfig
 from mfubench.decisions import ELEMENT_BYTES, chunk_bytes, head_accumulates, shard_ranks
 from mfubench.flops import count_parameters
-from mfubench.resolved_settings import (
+from mfubench.prediction.resolved_settings import (
     in_matmuls,
     lacking,
     rotates_gradients_in_place,

@@ -1,0 +1,1 @@
+"""Compute-optimal models for a budget (`mfubench plan`): loss laws, search, what a design costs on a machine."""
