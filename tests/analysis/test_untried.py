@@ -77,3 +77,17 @@ def test_the_real_difference_of_parallelism_is_told(changed_study: Path):
     item = untried_of(changed_study)
     assert item is not None
     assert item.differs_in == {"loader.kind": ("dataloader", "memmap"), "parallelism": ("fsdp", "ddp")}
+
+
+@pytest.mark.parametrize(("cores", "is_found"), [(8, False), (64, True)])
+def test_one_of_few_processes_that_had_more_of_the_same_cores_is_not_faster(
+    changed_study: Path, cores: int, is_found: bool
+):
+    """On eight cores two processes have four threads each and eight have one; on 64 each has eight of its own."""
+    add_untried_case(changed_study, speed=1.06)
+    for path in (changed_study / "runs").rglob("*.json"):
+        log = read_run_log(path)
+        threads = min(8, cores // log.config.world_size)
+        on_cpu = {"device": "cpu", "gpus": [], "cpu_count": cores, "cpu_threads": threads}
+        write_run_log(path, log.model_copy(update={"environment": log.environment.model_copy(update=on_cpu)}))
+    assert (untried_of(changed_study) is not None) == is_found

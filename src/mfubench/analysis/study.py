@@ -250,11 +250,16 @@ def read_as(schema: type[Any], path: Path) -> Any:
 
 
 def machine_of(environment: Environment) -> str:
-    """What makes two runs comparable, in words: cards and driver, or the CPU, and torch."""
+    """What makes two runs comparable, in words."""
+    return ", ".join(machine_parts(environment))
+
+
+def machine_parts(environment: Environment) -> tuple[str, ...]:
+    """What makes two runs comparable: cards and driver, or the CPU, and torch."""
     if environment.device == "cuda":
         cards = " and ".join(sorted({gpu.name for gpu in environment.gpus}))
-        return f"{cards}, driver {environment.driver}, torch {environment.torch}"
-    return f"{environment.cpu} ({environment.cpu_count} CPUs), torch {environment.torch}"
+        return cards, f"driver {environment.driver}", f"torch {environment.torch}"
+    return f"{environment.cpu} ({environment.cpu_count} CPUs)", f"torch {environment.torch}"
 
 
 def unlike_conditions(one: RunLog, other: RunLog) -> dict[str, tuple[Any, Any]]:

@@ -11,6 +11,7 @@ from mfubench.analysis.findings import Findings
 from mfubench.analysis.scaling import MANY_OF_ONE, begins, series_key
 from mfubench.analysis.statistics import Difference, difference
 from mfubench.config import ConfigError, RunConfig, parse
+from mfubench.host_load import cores_of_run, shared_cores
 from mfubench.run_log import RunLog
 
 
@@ -41,6 +42,8 @@ def untried(found: Findings, answer: Answer) -> Untried | None:
     for candidate in answer.candidates:
         if candidate.config.world_size >= world_size or any(is_as_many(candidate, log) for log in tried):
             continue
+        if shared_cores([cores_of_run(side.runs[0].log) for side in (candidate, fastest)]):
+            continue  # one of few processes had more of the cores: its rate says nothing of many
         rates, fastest_rates = ([run.rates for run in side.runs] for side in (candidate, fastest))
         change = difference(rates, fastest_rates, found.spread)
         config = on_as_many(candidate.config, fastest.config)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
-from mfubench.analysis.study import MOST_EFFICIENT, base_name, unlike_conditions
+from mfubench.analysis.study import MOST_EFFICIENT, base_name, machine_of, machine_parts, unlike_conditions
 from mfubench.audit.findings import Finding, RunVerdict
 from mfubench.config import RunConfig
 from mfubench.host_load import shared_cores
@@ -92,22 +92,16 @@ def check_same_work(a: RunLog, b: RunLog) -> list[Finding]:
                 f"{other.name}, {other.train_tokens:,}): the data change the speed"
             )
             return [Finding("workloads_differ", sentence, 0.9)]
-    ours, theirs = machine_of(a), machine_of(b)
+    ours, theirs = machine_parts(a.environment), machine_parts(b.environment)
     if ours != theirs:
-        differences = ", ".join(f"{x} and {y}" for x, y in zip(ours, theirs, strict=True) if x != y)
-        sentence = f"{a.name} and {b.name} are compared, but ran on different machines or software ({differences})"
+        own, others = (", ".join(part for part in x if part not in y) for x, y in ((ours, theirs), (theirs, ours)))
+        sentence = f"{a.name} and {b.name} are compared, but ran on different machines or software ({own} and {others})"
         return [Finding("workloads_differ", sentence, 0.9)]
     if unlike := unlike_conditions(a, b):
         words = "; ".join(f"{key} {ours} and {theirs}" for key, (ours, theirs) in unlike.items())
         sentence = f"{a.name} and {b.name} are compared, but ran with {words}: that changes the speed"
         return [Finding("workloads_differ", sentence, 0.9)]
     return []
-
-
-def machine_of(log: RunLog) -> tuple[str | None, ...]:
-    environment = log.environment
-    cards = " and ".join(sorted({gpu.name for gpu in environment.gpus})) or environment.cpu
-    return cards, environment.driver, environment.torch
 
 
 def group_of(log: RunLog) -> tuple:
@@ -122,7 +116,7 @@ def group_of(log: RunLog) -> tuple:
     used = {key: choice.used for key, choice in log.used.items() if key not in ("parallelism", "reduction")}
     used["cuda_graphs"] = str(log.config.cuda_graphs)  # as asked for: fsdp captures nothing, one process does
     words = [json.dumps(values, sort_keys=True) for values in (settings, used, parallel)]
-    return words[0], words[1], machine_of(log), ALONE if log.config.world_size == 1 else words[2]
+    return words[0], words[1], machine_of(log.environment), ALONE if log.config.world_size == 1 else words[2]
 
 
 def weak_scaling(verdicts: Iterable[RunVerdict]) -> list[dict[str, Any]]:
