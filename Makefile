@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: run test test-all test-kernels test-faults test-cluster check lint format typecheck setup flash-attn flash-attn-3 quack lock clean help
+.PHONY: run test test-all test-kernels test-faults test-cluster check lint format typecheck pages setup flash-attn flash-attn-3 quack lock clean help
 
 run: setup  ## run the default study on this machine
 	snakemake --cores $(CORES)
@@ -51,6 +51,10 @@ format: setup  ## format Python and Snakemake code
 	ruff check --fix .
 	ruff format .
 	snakefmt Snakefile rules workflow/Snakefile
+
+pages: setup  ## the tables of docs/measured.md, plan.md and prediction.md, from the results that ship
+	python -m benchmarks.measured_page
+	python -m mfubench.planner.pages
 
 setup: $(STAMP)  ## create .venv from the lock file
 
