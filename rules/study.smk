@@ -8,6 +8,7 @@ from pathlib import Path
 from shlex import quote
 
 from snakemake.exceptions import WorkflowError
+from snakemake.utils import update_config
 
 ROOT = Path(workflow.basedir)
 ROOT = (
@@ -20,7 +21,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from mfubench.config import ConfigError
 from mfubench.experiments import expand_study, resolve_extends, warn_of_cpu
 from mfubench.lease import processes_per_node, visible_cards
-from mfubench.yaml_files import load_yaml
+from mfubench.yaml_files import load_yaml, read_within
 
 # Snakemake strips an inherited PYTHONPATH from conda jobs. A prefix takes the place of its own, which is the strict mode:
 # without it a program that fails before `| tee` counts as one that succeeded.
@@ -30,6 +31,11 @@ shell.prefix(
     f"export MFUBENCH_SCRIPTS={quote(str(SCRIPTS))}; "
 )
 
+# Of --config, within whose {…} Snakemake leaves every value as text.
+given = {
+    key: read_within(value) for key, value in workflow.config_settings.config.items()
+}
+update_config(config, given)
 MACHINE_SECTION = (
     config.get("machine") if isinstance(config.get("machine"), dict) else {}
 )
@@ -38,8 +44,8 @@ CONFIG_FILES = [os.path.relpath(file) for file in workflow.configfiles]
 CONFIG_FILE = CONFIG_FILES[-1] if CONFIG_FILES else "config/config.yaml"
 try:
     # Snakemake's own reading keeps the last of two equal keys: here they are refused.
-    for given in workflow.configfiles:
-        load_yaml(Path(given))
+    for file in workflow.configfiles:
+        load_yaml(Path(file))
     config = resolve_extends(config, ROOT / "config" / "studies", CONFIG_FILE)
     STUDY = expand_study(config, CONFIG_FILE, PROCESSES_PER_NODE)
 except ConfigError as error:

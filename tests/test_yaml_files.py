@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mfubench.config import ConfigError
-from mfubench.yaml_files import load_yaml
+from mfubench.yaml_files import load_yaml, read_within
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,11 @@ def test_keys_in_quotes_are_taken_as_they_are(tmp_path):
     path = tmp_path / "study.yaml"
     path.write_text("'1.10': 1\n\"yes\": 2\n1.1-plain: 3\n")
     assert load_yaml(path) == {"1.10": 1, "yes": 2, "1.1-plain": 3}
+
+
+def test_what_the_command_line_sets_is_read_as_in_a_file():
+    """As Snakemake reads `--config 'a={gpus: 2, devices: [5, x], note: "b: c"}'`: everything within as text."""
+    given = {"gpus": "2", "devices": ["5", "x"], "slurm": {"extra": "a: b: c", "rate": "0.5"}, "none": "null"}
+    read = {"gpus": 2, "devices": [5, "x"], "slurm": {"extra": "a: b: c", "rate": 0.5}, "none": None}
+    assert read_within(given) == read
+    assert read_within("2") == "2" and read_within(3) == 3  # Snakemake's own reading of what stands alone

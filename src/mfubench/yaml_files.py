@@ -52,3 +52,22 @@ def load_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}: {error}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: is no valid YAML ({' '.join(str(error).split())})") from None
+
+
+def read_within(value: Any) -> Any:
+    """The value of one `snakemake --config KEY=VALUE` as a file would give it.
+
+    Snakemake leaves everything within `{…}` and `[…]` as text: of `machine={gpus: 2}` comes the text "2".
+    """
+    if isinstance(value, dict):
+        return {key: read_scalar(item) if isinstance(item, str) else read_within(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [read_scalar(item) if isinstance(item, str) else read_within(item) for item in value]
+    return value
+
+
+def read_scalar(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:  # a text that only quotes made one
+        return text

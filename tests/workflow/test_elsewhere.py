@@ -1,5 +1,6 @@
 """The workflow run from another folder, and from one with an inconvenient name; studies that are no study."""
 
+import json
 import os
 import subprocess
 import sys
@@ -61,3 +62,13 @@ def test_braces_in_a_description_are_text(tmp_path):
     ended = snakemake("results/minimal/study.json", "--configfile", "other.yaml", cwd=project)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "{x} and {wildcards.case}" in (project / "results/minimal/study.json").read_text()
+
+
+def test_numbers_within_what_the_command_line_sets_are_numbers(tmp_path):
+    """Snakemake itself hands them over as text; the file's other values of the section stay."""
+    project = copy_project(tmp_path / "project").folder
+    section = "base={seed: 7, optimizer: {learning_rate: 1.0e-4}}"
+    ended = snakemake("results/minimal/study.json", "--config", section, "--configfile", "study.yaml", cwd=project)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    cases = json.loads((project / "results/minimal/study.json").read_text())["cases"]
+    assert {(case["seed"], case["optimizer"]["learning_rate"]) for case in cases.values()} == {(7, 1e-4)}
