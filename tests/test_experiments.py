@@ -57,6 +57,16 @@ def test_a_ladder_inherits_the_step_before():
     assert not study.runs["tiers/tier2"].cuda_graphs
 
 
+def test_a_grid_of_switches_names_its_points():
+    grid = {"graphs": {"cuda_graphs": [False, True], "communication.first_bucket_mb": [None, 1.5]}}
+    study = expand_study(small_study(scaling={"grid": grid}), "f.yaml", 2)
+    assert study.cases("scaling") == [
+        f"graphs-cuda-graphs-{graphs}-communication.first-bucket-mb{size}"
+        for graphs in ("false", "true")
+        for size in ("-null", "1.5")
+    ]
+
+
 def test_a_grid_is_a_product_and_names_its_points():
     grid = {"2.1-plain": {"world_size": [1, 2], "loader.kind": ["memmap", "dataloader"], "dtype": "bfloat16"}}
     study = expand_study(small_study(scaling={"grid": grid}), "f.yaml", 2)

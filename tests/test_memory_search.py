@@ -56,6 +56,18 @@ def test_the_limit_is_exact_below_the_largest_candidate(limit, predicted):
     assert len(calls) <= len(SEARCH.candidates) + 6 + (predicted is not None) * 2
 
 
+def test_a_run_that_diverged_has_fitted_and_one_that_is_skipped_ends_the_search():
+    def ending(status):
+        change = {"status": status, "reason": "no fa3"}
+        return lambda size: machine_that_holds(20)(size) | (change if size <= 20 else {})
+
+    diverged = summarize(SEARCH, find_limit(SEARCH, ending("diverged")), CARD)
+    assert (diverged["largest"], diverged["largest_is_exact"]) == (20, True)
+    skipped = find_limit(SEARCH, ending("skipped"))
+    assert [trial["micro_batch_size"] for trial in skipped] == [SEARCH.candidates[0]]
+    assert limit_words(summarize(SEARCH, skipped, CARD)) == "not searched: no fa3"
+
+
 def test_comfort_is_below_the_stated_share():
     trials = find_limit(SEARCH, machine_that_holds(20))
     result = summarize(SEARCH, trials, ran_on(20.0))

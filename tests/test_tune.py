@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
+import sys
 from dataclasses import replace
 
 import pytest
@@ -335,6 +337,18 @@ def test_a_trial_ends_with_the_budget_and_nothing_is_said_to_fit_or_not(tmp_path
     assert " (within none-none-micro-batch" in result.output and " steps); a longer one" in result.output
     assert "Nothing was measured: give it more --minutes." in result.output
     assert not list((folder / "runs").glob("*.json"))
+
+
+@pytest.mark.slow
+def test_a_trial_that_is_stopped_leaves_no_checkpoint(tmp_path, monkeypatch):
+    """A run that is stopped writes one, as large as model and optimizer; a trial never goes on from it."""
+    changed = {"max_iters=6": "max_iters=100000", "measurement.min_steps=3": "measurement.min_steps=90000"}
+    monkeypatch.setattr(sys.modules[__name__], "TINY", [changed.get(word, word) for word in TINY])
+    data, folder = write_dataset(tmp_path / "tiny"), tmp_path / "tune"
+    result = tune("--data", data, "--output", folder, "--minutes", 0.5)
+    done = re.search(r"which had done (\d+) of up to 100000 steps", result.output)
+    assert done and int(done[1]) > 0, result.output
+    assert not list(folder.rglob("step-*"))
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ Attention = Literal["auto", "fa4", "fa3", "fa2", "cudnn", "sdpa", "eager"]
 Parallelism = Literal["none", "ddp", "zero1", "fsdp"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
+# What a run has in common with the one whose checkpoint it goes on from: shapes, order of the data, schedule
+SAME_TO_CONTINUE = ("model", "dataset", "seq_len", "seed", "optimizer")
 RUN_NAME = r"^[a-z0-9_-]+/[a-z0-9][a-z0-9.-]*$"
 PROFILED_MICRO_STEPS = 64  # longest step that is profiled: some 1,500 kernels each, with all that surrounds them
 

@@ -25,12 +25,15 @@ from mfubench.run_log import RunLog, read_run_log, write_json
 from mfubench.training_job import start_training
 
 Trial = dict[str, Any]
+FITS = ("ok", "diverged")  # a loss that is not finite takes as much memory as any other
 
 
 def find_limit(
     search: MemorySearch, try_micro_batch: Callable[[int], Trial], predicted: Callable[[], int | None] = lambda: None
 ) -> list[Trial]:
-    """Trials in the order they were made. A trial fits when its status is `ok`.
+    """Trials in the order they were made. A trial fits when its status is one of FITS.
+
+    One that is skipped ends the search: what was asked for is not to be had here, with any micro-batch.
 
     `predicted` is asked after the candidates: the largest micro-batch that is expected to train, if anything is.
     """
@@ -38,7 +41,9 @@ def find_limit(
     largest, too_large = 0, None
     for micro_batch_size in search.candidates:
         trials.append(try_micro_batch(micro_batch_size))
-        if trials[-1]["status"] != "ok":
+        if trials[-1]["status"] == "skipped":
+            return trials
+        if trials[-1]["status"] not in FITS:
             too_large = micro_batch_size
             break
         largest = micro_batch_size
@@ -46,7 +51,7 @@ def find_limit(
     while search.bisect and too_large is not None and too_large - largest > 1:
         chosen = choose_between(largest, too_large, expected)
         trials.append(try_micro_batch(chosen))
-        if trials[-1]["status"] == "ok":
+        if trials[-1]["status"] in FITS:
             largest = chosen
         else:
             too_large = chosen
@@ -74,7 +79,7 @@ def predict_limit(log: RunLog) -> int | None:
 
 def one_that_ran(logs: Sequence[RunLog]) -> RunLog:
     """A trial that trained, or else any: what one that ran out of memory used, it says as far as it came."""
-    return next((log for log in logs if log.status == "ok"), logs[0])
+    return next((log for log in logs if log.status in FITS), logs[0])
 
 
 def describe_trial(log: RunLog) -> Trial:
@@ -111,7 +116,7 @@ def summarize(search: MemorySearch, trials: list[Trial], log: RunLog, predicted:
     `largest_is_exact`: the next larger micro-batch ran out of memory, and would do so again: never on a CPU.
     """
     capacity_gib, on_gpu = memory_gib(log), bool(log.environment.gpus)
-    fitting = [trial for trial in trials if trial["status"] == "ok"]
+    fitting = [trial for trial in trials if trial["status"] in FITS]
     comfortable = [
         trial["micro_batch_size"]
         for trial in fitting
@@ -134,6 +139,8 @@ def summarize(search: MemorySearch, trials: list[Trial], log: RunLog, predicted:
 
 def limit_words(result: dict[str, Any]) -> str:
     """The limit in a line, and how sure it is. `result`: as `summarize` gives it."""
+    if skipped := [trial["reason"] for trial in result["trials"] if trial["status"] == "skipped"]:
+        return f"not searched: {skipped[0]}"
     if result["largest"] is None:
         return "no micro-batch of those tried trains"
     oom = [trial["micro_batch_size"] for trial in result["trials"] if trial["status"] == "oom"]

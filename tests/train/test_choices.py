@@ -131,6 +131,19 @@ def test_graphs_that_cannot_be_captured_fall_back_or_skip(monkeypatch, data, tmp
     assert skipped.status == "skipped" and "capture failed" in skipped.reason
 
 
+def test_an_error_before_the_capture_is_none_of_the_capture(monkeypatch, data, tmp_path):
+    """A rank that fails in the warm-up has left the sums over the ranks that the others are in: it has to end."""
+
+    def fail(step, inputs, labels):
+        raise RuntimeError("planted: a link is down")
+
+    monkeypatch.setattr(choices, "resolve_cuda_graphs", lambda config, *_: choices.switch(config.cuda_graphs, None))
+    monkeypatch.setattr(loop, "stream_of_the_run", lambda resolved: contextlib.nullcontext())
+    monkeypatch.setattr(training, "warm_up", fail)
+    with pytest.raises(AssertionError, match="planted: a link is down"):
+        run_here(tiny_config(max_iters=6, cuda_graphs=True), data, tmp_path)
+
+
 def test_a_run_without_contrast_is_skipped_with_its_reason(data, tmp_path):
     """Where FlashAttention ends in torch's kernel, comparing that kernel with it would measure nothing."""
     same = run_here(tiny_config(attention="sdpa", contrast_attention="fa2"), data, tmp_path / "same")

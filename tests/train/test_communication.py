@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pynvml
 import pytest
 import torch
 import torch.distributed
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from train.test_gpu import FLOAT32, assert_graphs, gpu_config, needs_cards
-from train.train_runs import grad_norms, losses, run_here, run_many, tiny_config
+from train.train_runs import SCRIPTS, environment, grad_norms, losses, run_here, run_many, tiny_config
 
 from mfubench.config import CommunicationConfig, ConfigError, RunConfig, parse
 from mfubench.decisions import no_exchange
@@ -236,6 +239,29 @@ def test_cards_that_cannot_exchange_say_why(monkeypatch):
     assert missing_here(process).startswith("NCCL 2.27.5 has no")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert missing_here(process) == "an exchange stays within a node"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("failing", ["", "0,1", "0", "1"])
+def test_a_rank_that_fails_alone_in_the_trial_of_an_exchange_says_so(failing, tmp_path):
+    """All or none: the same words on both. One alone: it raises, where the other waits (in a run: for its watchdog)."""
+    ranks = []
+    for rank in range(2):
+        arguments = [str(rank), "2", f"file://{tmp_path}/store", failing]
+        command = [sys.executable, str(SCRIPTS / "trial_of_exchange.py"), *arguments]
+        ranks.append(subprocess.Popen(command, env=environment(), stdout=-1, stderr=-1, text=True))
+    try:
+        if failing in ("0", "1"):
+            _, stderr = ranks[int(failing)].communicate(timeout=60)
+            assert f"a trial of the exchange ended on rank {failing} (RuntimeError: planted: the copy" in stderr
+            return
+        found = [rank.communicate(timeout=60) for rank in ranks]
+        words = "RuntimeError: planted: the copy engines are gone" if failing else "None"
+        assert [stdout for stdout, _ in found] == [f"found: {words}\n"] * 2, found
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def test_a_step_that_was_broken_off_leaves_nothing_in_an_exchange(one_rank):

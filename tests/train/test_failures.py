@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -65,6 +66,20 @@ def test_out_of_memory_of_one_rank_ends_all_with_status_oom(plant, data, tmp_pat
     assert [record.rank for record in records if record.kind == "oom"] == [1]
     assert log.environment.torch == torch.__version__
     assert log.parameters.total > 0
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no rank has a compiler")
+@pytest.mark.parametrize("requires", [(), ("compile",)])
+def test_ranks_that_would_not_compute_alike_are_refused(requires, data, tmp_path):
+    config = tiny_config(**TWO_RANKS, compile="block", requires=requires)
+    process = start_run(config, data, tmp_path, script="planted.py", PLANT="no compiler", PLANT_RANK="1")
+    code, stderr = finish_run(process)
+    assert code == 1
+    told = "the ranks would not compute alike: compile: block on rank 0 (as asked), none on rank 1 (torch.compile on a"
+    assert told in stderr
+    assert failure(tmp_path)["kind"] == "refused"
+    assert not (tmp_path / "run.json").exists()
 
 
 @pytest.mark.faults

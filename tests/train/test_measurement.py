@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from mfubench.config import KernelsConfig
 from mfubench.data.meta import TokenizerMeta, write_meta
 from mfubench.run_log import read_steps
 from mfubench.train.adaptive import bootstrap_interval, enough, warmup_length
+from mfubench.train.step import TrainStep
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +162,21 @@ def test_adaptive_length_ends_early_and_says_why(data, tmp_path):
     assert 22 < len(log.steps) < 400
     assert "the median step time" in log.stopped_early
     assert len(log.measured_steps()) >= 20
+
+
+def test_telemetry_is_of_the_steps_that_count_alone(monkeypatch, data, tmp_path):
+    """Not of the warm-up that adaptive length finds among the steps that were measured."""
+    take_step, taken = TrainStep.__call__, iter(range(1000))
+
+    def slow_at_first(self, inputs, labels):
+        time.sleep(0.1 if next(taken) < 8 else 0.0)
+        return take_step(self, inputs, labels)
+
+    monkeypatch.setattr(TrainStep, "__call__", slow_at_first)
+    measurement = {"profile": "none", "adaptive": True, "min_steps": 20, "tolerance": 0.9, "warmup_steps": 0}
+    log = run_here(tiny_config(max_iters=400, measurement=measurement), data, tmp_path)
+    assert log.stopped_early is not None and {step.phase for step in log.steps[1:7]} == {"warmup"}
+    assert log.telemetry["steps"] == len(log.measured_steps())
 
 
 @pytest.mark.slow

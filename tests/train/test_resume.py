@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -14,11 +15,13 @@ import time
 import psutil
 import pytest
 import torch
-from train.train_runs import finish_run, losses, run, run_arguments, run_here, start_run, tiny_config
+import torch.distributed.checkpoint as dcp
+from train.train_runs import finish_run, grad_norms, losses, run, run_arguments, run_here, start_run, tiny_config
 
 from mfubench.audit import audit_paths
 from mfubench.config import ConfigError, EvaluationConfig
-from mfubench.run_log import read_run_log
+from mfubench.run_log import read_run_log, read_steps
+from mfubench.train import choices, loop, training
 from mfubench.train.checkpoint_folders import complete, latest, prepare_folder
 from mfubench.train.launch import main
 
@@ -111,6 +114,33 @@ def test_steps_of_another_machine_are_warm_up_and_the_run_says_so(set_threads, d
     assert log.resumes[0].changed == ["cpu_threads: 2 there, 1 here"]
     told = "the steps before step 8 are warm-up, they ran otherwise: cpu_threads: 2 there, 1 here"
     assert told in capfd.readouterr().err
+    assert objections(tmp_path) == set()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("captured_before", [True, False])
+def test_steps_with_another_use_of_cuda_graphs_are_warm_up(captured_before, monkeypatch, data, tmp_path):
+    """Whether a step can be captured turns out after the first one; on a CPU the step itself stands for its graph."""
+
+    def fail(step, inputs, labels):
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    def train(captured, **changes):
+        monkeypatch.setattr(training, "GraphedStep", (lambda step, inputs, labels: step) if captured else fail)
+        return run_here(tiny_config(cuda_graphs=True, **changes), data, tmp_path)
+
+    monkeypatch.setattr(choices, "resolve_cuda_graphs", lambda config, *_: choices.switch(config.cuda_graphs, None))
+    monkeypatch.setattr(loop, "stream_of_the_run", lambda resolved: contextlib.nullcontext())
+    before, after = str(captured_before).lower(), str(not captured_before).lower()
+    first = train(captured_before, max_iters=6, checkpoint={"at_end": True})
+    assert first.used["cuda_graphs"].used == before
+    same = train(captured_before, max_iters=9, checkpoint={"at_end": True})
+    assert same.resumes[0].changed == [] and {step.step for step in same.measured_steps()} == {2, 3, 4, 5, 8}
+    other = train(not captured_before)
+    assert other.resumes[1].changed == [f"used.cuda_graphs: {before} there, {after} here"]
+    assert [step.phase for step in other.steps] == ["warmup"] * 11 + ["measured"] * 9
+    assert [step.phase for step in read_steps(tmp_path / "steps.jsonl")] == [step.phase for step in other.steps]
+    assert read_run_log(tmp_path / "partial.json").used["cuda_graphs"].used == after
     assert objections(tmp_path) == set()
 
 
@@ -357,6 +387,19 @@ def test_half_precision_resumes_exactly(dtype, data, tmp_path):
     whole = run_here(tiny_config(dtype=dtype), data, tmp_path / "whole")
     run_here(tiny_config(dtype=dtype, max_iters=9, checkpoint={"at_end": True}), data, tmp_path)
     assert losses(run_here(tiny_config(dtype=dtype), data, tmp_path)) == losses(whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [("float16", "float32"), ("float32", "float16")])
+def test_a_loss_scale_is_float16s_alone(before, after, data, tmp_path):
+    """Taken over by a run that does not scale its loss it would divide the gradients by 65,536."""
+    whole = run_here(tiny_config(), data, tmp_path / "whole")
+    run_here(tiny_config(dtype=before, max_iters=9, checkpoint={"at_end": True}), data, tmp_path)
+    log = run_here(tiny_config(dtype=after, checkpoint={"at_end": True}), data, tmp_path)
+    assert grad_norms(log) == pytest.approx(grad_norms(whole), rel=0.05)
+    assert losses(log) == pytest.approx(losses(whole), rel=0.01)
+    scale = {"loss_scale": torch.zeros(())}
+    dcp.load(scale, checkpoint_id=latest(tmp_path / "checkpoints"), no_dist=True)
+    assert scale["loss_scale"] == (1.0 if after == "float32" else 65536.0)
 
 
 @pytest.mark.faults

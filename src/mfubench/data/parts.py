@@ -50,12 +50,11 @@ def part_path(folder: Path, name: str, split: SplitName) -> Path:
 
 
 def read_part(folder: Path, name: str) -> Part | None:
-    """The part that an earlier run finished, if its files are whole."""
+    """The part that an earlier run finished: its .json, written last, says that its token files are whole."""
     try:
-        part = Part.model_validate_json((folder / f"{name}.json").read_text())
+        return Part.model_validate_json((folder / f"{name}.json").read_text())
     except (FileNotFoundError, ValidationError):
         return None
-    return part
 
 
 def encode_slice(source: Slice, config: DatasetConfig, encoder: Encoder, folder: Path, name: str) -> Part:

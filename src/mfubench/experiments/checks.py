@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from mfubench.config import ConfigError, MemorySearch, RunConfig
+from mfubench.config import SAME_TO_CONTINUE, ConfigError, MemorySearch, RunConfig
 from mfubench.experiments.schema import LONGEST_NAME, Stage, StudyConfig
 from mfubench.presets import CONFIG_DIR
 
 MEASURED: tuple[Stage, ...] = ("baseline", "scaling", "tiers", "ablations")  # their runs are made for their rate
-# What a run has in common with the one whose checkpoint it starts from (train.checkpoint checks it again).
-SAME_TO_CONTINUE = ("model", "dataset", "seq_len", "seed", "optimizer")
 
 
 def check_length(case: str, where: str) -> None:

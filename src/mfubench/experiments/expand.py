@@ -180,10 +180,16 @@ def expand_stage(declared: StageConfig, where: str) -> list[tuple[str, Overrides
             raise ConfigError(f"{where}.grid.{prefix}.{empty[0]}: holds no values, so there is no run; give some")
         for point in itertools.product(*lists.values()):
             chosen = dict(zip(lists, point, strict=True))
-            suffix = "-".join(f"{SHORT_KEYS.get(key, key.replace('_', '-'))}{value}" for key, value in chosen.items())
+            suffix = "-".join(in_name(key, value) for key, value in chosen.items())
             overrides = merge(fixed, nest(chosen))
             expanded.append((f"{prefix}-{suffix}", overrides, f"{where}.grid.{prefix}"))
     return expanded
+
+
+def in_name(key: str, value: Any) -> str:
+    """A grid's key and value in a case name: micro-batch8, cuda-graphs-true."""
+    short = SHORT_KEYS.get(key, key.replace("_", "-"))
+    return f"{short}-{json.dumps(value)}" if value is None or isinstance(value, bool) else f"{short}{value}"
 
 
 def build_run(layers: tuple[Overrides, ...], where: str) -> RunConfig:

@@ -33,7 +33,7 @@ class Paths:
 
     @property
     def partial(self) -> Path:
-        """The run log without steps, written before training: what the record of an out-of-memory is made of."""
+        """The run log as it begins, but for the steps: what the record of an out-of-memory is made of."""
         return self.work / "partial.json"
 
     @property

@@ -5,7 +5,7 @@ any instant leaves the previous checkpoint usable. It holds what torch.distribut
 
     master.NAME, exp_avg.NAME, exp_avg_sq.NAME   float32, one whole tensor a parameter, whatever the parallelism
     step, position, adam_step                    steps done, next unread sequence, AdamW's own count
-    loss_scale, growth_tracker                   float16's scaler
+    loss_scale, growth_tracker                   float16's scaler; of no meaning to a run in another dtype
     rng.cpu.RANK, rng.cuda.RANK                  random states
 
 beside config.json (the RunConfig) and history.json (the run log so far). Since names and shapes do not depend on how
@@ -26,8 +26,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from mfubench.config import ConfigError, RunConfig, parse
-from mfubench.run_log import Resume, RunLog, write_json, write_text_atomically
+from mfubench.config import SAME_TO_CONTINUE, ConfigError, RunConfig, parse
+from mfubench.run_log import Resume, RunLog, Step, write_json, write_text_atomically
 from mfubench.train.checkpoint_files import SafeReader, damage_told, read_json
 from mfubench.train.checkpoint_folders import complete, remove
 from mfubench.train.optimizer import Optimizer
@@ -38,9 +38,8 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 HISTORY = ("steps", "rank_step_times_s", "phases", "evaluations", "gradient_statistics", "resumes")
 # Of the process that trained last, which a later one that has nothing to train does not replace
 OF_THE_STEPS = ("environment", "used", "kernels", "memory")
-# What must not change between a checkpoint and the run that goes on from it: shapes, order of the data, schedule
-FIXED = ("model", "dataset", "seq_len", "seed", "optimizer")
-# Nor the last of these, which the others make: steps are counted in it, by the schedule and by the run log
+# Beside SAME_TO_CONTINUE the last of these must not change, which the others make: steps are counted in it, by the
+# schedule and by the run log
 BATCH = ("micro_batch_size", "gradient_accumulation_steps", "world_size", "global_batch_size")
 # What may change even after the last step: it does not concern the weights
 BESIDE = {"name", "repeat", "evaluation", "checkpoint", "measurement", "sample_tokens", "requires"}
@@ -115,8 +114,9 @@ def restore(path: Path, state: State) -> tuple[int, int]:
     state.engine.publish()
     for count in state.optimizer.state("step"):
         count.copy_(tensors["adam_step"])
-    state.optimizer.scale.copy_(tensors["loss_scale"])
-    state.optimizer.growth_tracker.copy_(tensors["growth_tracker"])
+    if state.optimizer.scales_loss and used_before(path, "dtype") == "float16":
+        state.optimizer.scale.copy_(tensors["loss_scale"])
+        state.optimizer.growth_tracker.copy_(tensors["growth_tracker"])
     restore_random_states(process, tensors)
     return int(tensors["step"]), int(tensors["position"])
 
@@ -176,10 +176,33 @@ def restore_history(path: Path, step: int, config: RunConfig, log: RunLog) -> li
         for name in OF_THE_STEPS:
             setattr(log, name, getattr(earlier, name))
     if changed:
-        for done in log.steps:
-            if done.phase == "measured":
-                done.phase = "warmup"
+        count_as_warmup(log.steps)
     return changed
+
+
+def count_as_warmup(steps: list[Step]) -> None:
+    for step in steps:
+        if step.phase == "measured":
+            step.phase = "warmup"
+
+
+def used_before(path: Path, name: str) -> str | None:
+    """What the process that wrote a checkpoint used of a choice; None where it does not say (an imported model)."""
+    used = read_json(path / "history.json").get("used", {})
+    return used[name]["used"] if name in used else None
+
+
+def compare_graphs(log: RunLog, there: str | None, here: str) -> bool:
+    """As `restore_history` does of every other choice, of this one after the first step of a process that goes on.
+
+    there, here: `used` of cuda_graphs in the process before and in this one. `log` holds the steps before this process.
+    Returns whether they differ.
+    """
+    differences = list(differing(*known_of_both({"used.cuda_graphs": there}, {"used.cuda_graphs": here})))
+    if differences:
+        log.resumes[-1].changed += differences
+        count_as_warmup(log.steps)
+    return bool(differences)
 
 
 def trains(config: RunConfig, step: int) -> bool:
@@ -199,7 +222,7 @@ def computes(config: RunConfig) -> dict[str, Any]:
 def conditions(log: RunLog) -> dict[str, Any]:
     """What else a step's time depends on: the machine, the software, and what was used of each choice; None: not known.
 
-    CUDA graphs are not among them: whether a step can be captured turns out after the first one.
+    CUDA graphs are not among them: whether a step can be captured turns out after the first one (`compare_graphs`).
     """
     environment, gpus = log.environment, log.environment.gpus
     return {
@@ -242,7 +265,8 @@ def check_compatible(path: Path, config: RunConfig, log: RunLog, is_start: bool)
             "(--start-from FOLDER)"
         )
     done = int(path.name.removeprefix("step-"))
-    fixed = set(FIXED) if done else {"model"}  # before the first step (an imported model) there are weights alone
+    # before the first step (an imported model) there are weights alone
+    fixed = set(SAME_TO_CONTINUE) if done else {"model"}
     if done and not is_start and saved.global_batch_size != config.global_batch_size:
         fixed |= set(BATCH)
     there, here = saved.model_dump(include=fixed), config.model_dump(include=fixed)

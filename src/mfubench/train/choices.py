@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._triton import has_triton
 
-from mfubench.config import OptimizerConfig, RunConfig
+from mfubench.config import ConfigError, OptimizerConfig, RunConfig
 from mfubench.decisions import ROW_MULTIPLE, WITHOUT_WHOLE_GRADIENTS, may_exchange, no_exchange
 from mfubench.model import resolve_attention, resolve_loss
 from mfubench.model.decoder import DTYPES
@@ -129,6 +129,26 @@ def resolve(config: RunConfig, process: Process) -> Resolved:
         "adamw": resolve_adamw(config, device),
     }
     return Resolved(used=used, attention=attention, loss=loss, operations=operations, contrast=contrast)
+
+
+def refuse_unlike(resolved: Resolved, process: Process) -> None:
+    """Raises ConfigError, on all ranks, where they do not use the same of every choice. Collective.
+
+    The run log tells of rank 0. A rank that fell back by itself would hold the others up unseen, or leave them waiting.
+    """
+    used = {name: (choice.used, choice.reason) for name, choice in resolved.used.items()}
+    if resolved.contrast is not None:
+        used["contrast_attention"] = resolved.contrast.used, resolved.contrast.reason
+    first, *others = process.gather(used)
+    for rank, other in enumerate(others, start=1):
+        for name, (there, why_there) in other.items():
+            here, why_here = first[name]
+            if there != here:
+                raise ConfigError(
+                    f"the ranks would not compute alike: {name}: {here} on rank 0 ({why_here or 'as asked'}), {there} "
+                    f"on rank {rank} ({why_there or 'as asked'}); give all nodes the same cards, packages and "
+                    "programs, or ask for what every rank has"
+                )
 
 
 def switch(requested: bool, obstacle: str | None) -> Choice:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 NO_THREAD_BLOCK = ("2", "ZERO")  # what NCCL_CTA_POLICY calls it
 OLDEST_NCCL, OLDEST_DRIVER = (2, 28), 12050
+TRIAL_S = 60.0  # from the end of a trial on one rank to that on all: they wait for each other in it
 FAILURES = (RuntimeError, AttributeError, TypeError, AssertionError, ImportError)  # of what torch or NCCL cannot do
 # All symmetric memory, kept to the end: NCCL does not forget what is freed, and new memory may lie in its place.
 _symmetric: list[Tensor] = []
@@ -57,13 +59,17 @@ def take_no_thread_blocks() -> None:
 def missing_on(process: Process, complaint: str | None = None) -> str | None:
     """What the ranks lack for an exchange, the same words on all ranks; `complaint`: what this one knows of.
 
-    Collective. What a rank may lack alone is told before anything that waits for all of them.
+    Collective. What a rank may lack alone is told before anything that waits for all of them. Raises RuntimeError on a
+    rank that fails alone all the same, see `try_together`.
     """
-    for attempt in (lambda: complaint or missing_here(process), lambda: no_room(process), lambda: wrong_sum(process)):
-        complaints = [words for words in process.gather(attempt()) if words]
-        if complaints:
-            return complaints[0]
-    return None
+    for attempt in (lambda: complaint or missing_here(process), lambda: no_room(process)):
+        if (words := first_of(process.gather(attempt()))) is not None:
+            return words
+    return first_of(try_together(process))
+
+
+def first_of(complaints: list[str | None]) -> str | None:
+    return next((words for words in complaints if words), None)
 
 
 def missing_here(process: Process) -> str | None:
@@ -103,6 +109,25 @@ def no_room(process: Process) -> str | None:
     except FAILURES as error:
         return words_of(error)
     return None
+
+
+def try_together(process: Process) -> list[str | None]:
+    """`wrong_sum` of every rank, in rank order. Collective.
+
+    A rank that fails alone leaves the others waiting in it, where nobody can tell them so. It raises RuntimeError after
+    TRIAL_S: the run ends with that cause, for the others' watchdogs see it.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TRIAL_S))
+    own = wrong_sum(process)
+    found: list[str | None] = [None] * process.world_size
+    try:
+        dist.all_gather_object(found, own, group=group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a trial of the exchange ended on rank {process.rank} ({own or 'with the right sum'}), and within "
+            f"{TRIAL_S:.0f} s not on all others; communication.reduction: collective goes without"
+        ) from error
+    return found
 
 
 def wrong_sum(process: Process) -> str | None:

@@ -14,7 +14,7 @@ from mfubench.config import RunConfig
 from mfubench.run_log import RunLog, write_run_log
 from mfubench.telemetry import Sampler
 from mfubench.train.arguments import Paths
-from mfubench.train.choices import Resolved, resolve
+from mfubench.train.choices import Resolved, refuse_unlike, resolve
 from mfubench.train.control import Control, first_lost
 from mfubench.train.environment import capture_environment
 from mfubench.train.failures import remove_result
@@ -34,6 +34,7 @@ from mfubench.train.training import (
     capture,
     evaluate_now,
     finish,
+    note_graphs,
     prepare_measurement,
     replace_earlier,
     save_now,
@@ -58,6 +59,7 @@ def train(
     """
     keep_kernels(process)
     resolved = resolve(config, process)
+    refuse_unlike(resolved, process)
     set_flags(config, resolved, process)
     log = RunLog(
         name=config.name,
@@ -138,6 +140,8 @@ def run_steps(training: Training, reporter: Reporter) -> None:
             prepare_measurement(training, eager_step, inputs, labels)
             if training.resolved.is_on("cuda_graphs"):
                 take_step = capture(training, eager_step, inputs, labels)
+            if note_graphs(training):
+                reporter.begin()
         if not control.due(step):
             continue
 

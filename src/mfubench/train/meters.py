@@ -78,7 +78,7 @@ class Recorder:
         self.stepped = 0  # steps launched by this process
         self.memory: RankMemory | None = None  # of the run proper, where a profile follows it
         self.begin()
-        self.intervals: list[tuple[float, float]] = []  # of measured steps, (start, end) in unix seconds
+        self.intervals: dict[int, tuple[float, float]] = {}  # step -> (start, end) in unix seconds, of this process
 
     def begin(self) -> None:
         """The next step starts now; what was compiled before it is not its own."""
@@ -130,7 +130,7 @@ class Recorder:
             self.rank_times.append(seconds)
             if pending.phase == "measured":
                 end = now - self.clock.seconds(pending.after, last_mark)
-                self.intervals.append((end - seconds, end))
+                self.intervals[pending.step] = end - seconds, end
             steps.append(
                 Step(
                     step=pending.step,
@@ -147,6 +147,11 @@ class Recorder:
         self.tokens_here += len(steps) * self.config.tokens_per_step
         self.pending.clear()
         return steps
+
+    def measured_intervals(self) -> list[tuple[float, float]]:
+        """When this process did the steps that count, in order: without warm-up that was found later."""
+        steps = [step.step for step in self.log.measured_steps()]
+        return [self.intervals[step] for step in steps if step in self.intervals]
 
     @contextmanager
     def phase(self, kind: PhaseKind, after_step: int) -> Iterator[None]:

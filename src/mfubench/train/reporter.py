@@ -25,8 +25,13 @@ class Reporter:
         if process.is_main:
             self.mfu_factor = palm_mfu_of(log, paths.ceilings)
             self.trackers = open_trackers(log.config, paths.trackers)
-            paths.steps.unlink(missing_ok=True)
-            self.append(log.steps)  # of earlier processes, up to the checkpoint; what was done after it is done again
+            self.begin()
+
+    def begin(self) -> None:
+        """Write the steps of earlier processes, up to the checkpoint: what was done after it is done again."""
+        if self.process.is_main:
+            self.paths.steps.unlink(missing_ok=True)
+            self.append(self.log.steps)
 
     def append(self, steps: list[Step]) -> None:
         for step in steps:

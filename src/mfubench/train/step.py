@@ -41,6 +41,13 @@ class TrainStep:
         return total / steps
 
 
+def warm_up(step: TrainStep, inputs: Tensor, labels: Tensor) -> None:
+    """What is lazy happens, before a capture: cuBLAS workspaces, NCCL channels, autotuning. Collective."""
+    for _ in range(2):
+        step.forward_backward(inputs, labels)
+    step.optimizer.warm_up()
+
+
 class GraphedStep:
     """A TrainStep captured once and replayed: the CPU launches one graph instead of thousands of kernels.
 
@@ -49,11 +56,8 @@ class GraphedStep:
     """
 
     def __init__(self, step: TrainStep, inputs: Tensor, labels: Tensor):
-        """Capture on the current stream, which must not be the default one. No step is taken."""
+        """Capture on the current stream, which must not be the default one, after `warm_up`. No step is taken."""
         self.inputs, self.labels = inputs.clone(), labels.clone()
-        for _ in range(2):  # everything lazy must have happened: cuBLAS workspaces, NCCL channels, autotuning
-            step.forward_backward(self.inputs, self.labels)
-        step.optimizer.warm_up()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         self.graph = torch.cuda.CUDAGraph()

@@ -28,7 +28,7 @@ from mfubench.train.optimizer import Optimizer
 from mfubench.train.parallel import Engine
 from mfubench.train.process import Process
 from mfubench.train.setup import build_engine, count_parameters, open_data, run_flop_terms
-from mfubench.train.step import GraphedStep, StepFunction, TrainStep
+from mfubench.train.step import GraphedStep, StepFunction, TrainStep, warm_up
 from mfubench.train.watchdog import START_FACTOR, Watchdog
 
 
@@ -57,6 +57,7 @@ class Training:
     recorder: Recorder
     first_step: int = 0
     goes_on: bool = False  # from a checkpoint of its own, after steps that it did itself
+    graphs_before: str | None = None  # what those used of cuda_graphs, "true" or "false", where that is known
     position: int = 0  # the next unread sequence of the endless stream
     began: float = field(default_factory=process_began)
 
@@ -99,6 +100,8 @@ def build(
     if (start := own or first_checkpoint(config, paths)) is not None:
         training.first_step, training.position = checkpoint.load(start, training.state, log, is_start=own is None)
         training.goes_on = own is not None and training.first_step > 0
+        if training.goes_on:
+            training.graphs_before = checkpoint.used_before(start, "cuda_graphs")
         recorder.take_history()
     elif config.evaluation.only:
         raise ConfigError(f"{paths.checkpoints}: evaluation.only needs a checkpoint to go on from, and there is none")
@@ -174,6 +177,7 @@ def capture(training: Training, step: TrainStep, inputs: Tensor, labels: Tensor)
     """
     graphed, problem = None, None
     with training.recorder.phase("setup", training.first_step + 1):
+        warm_up(step, inputs, labels)  # its sums over the ranks are real: a rank that fails alone in them has to say so
         try:
             graphed = GraphedStep(step, inputs, labels)
         except RuntimeError as error:
@@ -188,6 +192,20 @@ def capture(training: Training, step: TrainStep, inputs: Tensor, labels: Tensor)
     if (reason := training.resolved.missing(training.config)) is not None:
         raise Skip(reason)
     return step
+
+
+def note_graphs(training: Training) -> bool:
+    """After the first step, when it is known whether steps are captured: say so in the record of an out-of-memory too.
+
+    Returns whether steps of an earlier process differ in that, and therefore count as warm-up from now on.
+    """
+    log, used = training.log, training.resolved.used
+    fell_back = log.used["cuda_graphs"] != used["cuda_graphs"]
+    changed = training.goes_on and checkpoint.compare_graphs(log, training.graphs_before, used["cuda_graphs"].used)
+    log.used = used
+    if (fell_back or changed) and training.process.is_main:
+        write_run_log(training.paths.partial, log)
+    return changed
 
 
 def evaluate_now(training: Training, done: int) -> None:
@@ -229,7 +247,7 @@ def finish(training: Training, sampler: Sampler | None) -> None:
                 training.model, training.train_tokens, training.config, process, training.paths.tokenizer
             )
     if sampler is not None:
-        log.telemetry = sampler.summarize(recorder.intervals)
+        log.telemetry = sampler.summarize(recorder.measured_intervals())
     note_what_ran(training)
     log.wall = Wall(
         started_at=datetime.fromtimestamp(psutil.Process().create_time(), UTC).isoformat(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -221,6 +222,7 @@ def run_trial(request: Request, setting: Setting, place: str, seconds_left: floa
     )
     seconds = time.monotonic() - start
     if code in STOPPED:
+        shutil.rmtree(work / "checkpoints", ignore_errors=True)  # as large as the model, and a trial begins anew
         if seconds < patience_s:
             raise KeyboardInterrupt
         done = len(read_steps(work / "steps.jsonl"))

@@ -57,6 +57,8 @@ def out_of_memory(*arguments):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
+if plant == "no compiler" and int(os.environ.get("RANK", "0")) == rank:
+    os.environ["PATH"] = ""
 if plant == "large model":
     training.build_engine = out_of_memory
 step_module.TrainStep.__call__ = planted
