@@ -254,7 +254,7 @@ rule audit_study:
     resources:
         **cpu_resources("analysis"),
     params:
-        code=analysis_code("audit", "kernel_families.py", "analysis/study.py"),
+        code=audit_code(),
         facts=FACTS,
     shell:
         'python "$MFUBENCH_SCRIPTS"/audit_study.py --study-dir $(dirname {input.study}) --output {output.audit} 2>&1 | tee -i {log}'

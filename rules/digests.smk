@@ -111,6 +111,12 @@ PROFILE_CODE = code_digest(
 )
 
 
+def audit_code():
+    """Digest for the audit, which shares what a study and its runs' settings are with the analysis."""
+    shared = ("analysis/settings.py", "analysis/study.py")
+    return analysis_code("audit", "kernel_families.py", *shared)
+
+
 def table_code():
     """Digest for the tables: the analysis without its figures and its report."""
     return ANALYSIS_CODE + code_digest((SOURCE / "analysis").glob("*.py"))

@@ -12,7 +12,7 @@ from factories import ATTENTION_KERNELS, make_model, make_run_log, with_threads
 from mfubench.audit import audit_run, audit_study
 from mfubench.audit.run import judge_run
 from mfubench.audit.run_numbers import own_steps
-from mfubench.config import CheckpointConfig, EvaluationConfig, MeasurementConfig
+from mfubench.config import CheckpointConfig, EvaluationConfig, KernelsConfig, MeasurementConfig
 from mfubench.run_log import Choice, GradientStatistics, Phase, Resume, RunLog, Step
 
 Plant = Callable[[], RunLog]
@@ -624,6 +624,33 @@ def test_arms_that_fell_back_to_the_same_are_no_contrast() -> None:
     b = use(b, "attention", used="sdpa", reason="flash-attn is not installed")
     b = show_kernels(b, ATTENTION_KERNELS["sdpa"])
     assert codes_of_study(a, b) == {a.name: {"no_contrast"}, b.name: {"no_contrast"}}
+
+
+def test_kernels_that_fell_back_to_the_same_are_no_contrast() -> None:
+    arms = []
+    for norm in ("fused", "plain"):
+        log = make_run_log(name=f"ablations/norm-{norm}")
+        config = log.config.model_copy(update={"kernels": KernelsConfig(norm=norm)})
+        choice = Choice(requested=norm, used="plain", reason="no triton" if norm == "fused" else None)
+        arms.append(log.model_copy(update={"config": config, "used": log.used | {"norm": choice}}))
+    assert codes_of_study(*arms) == {log.name: {"no_contrast"} for log in arms}
+    (finding, *_) = audit_study(arms)["ablations/norm-fused"]
+    assert "kernels.norm fused and plain, and both ran plain" in finding.sentence
+
+
+def test_arms_that_differ_in_what_no_choice_records_are_a_contrast() -> None:
+    """Workers of a loader; a mode of the compiler beside an attention that fell back."""
+    few, many = (
+        make_run_log(name=f"tiers/{workers}", loader={"kind": "dataloader", "num_workers": workers})
+        for workers in (2, 8)
+    )
+    assert codes_of_study(few, many) == {}
+    default = make_run_log(name="tiers/default", compile="block", attention="sdpa")
+    tuned = make_run_log(
+        name="tiers/tuned", compile="block", attention="fa2", compile_mode="max-autotune-no-cudagraphs"
+    )
+    tuned = use(tuned, "attention", used="sdpa", reason="flash-attn is not installed")
+    assert codes_of_study(default, show_kernels(tuned, ATTENTION_KERNELS["sdpa"])) == {}
 
 
 def test_arms_with_other_data_or_machines_differ_in_work() -> None:

@@ -20,6 +20,7 @@ from mfubench.flops import (
     mfu,
 )
 from mfubench.model import build_model
+from mfubench.model.weight_gradient import Linear, MainGradient
 from mfubench.presets import load_model, preset_names
 from mfubench.train.modules import checkpoint_activations
 
@@ -71,10 +72,17 @@ def run_of(model: ModelConfig, **overrides: Any) -> RunConfig:
     return RunConfig(**{**values, "dtype": "float32", "attention": "eager", "loss": "full", **overrides}, model=model)
 
 
-def counted_flops_per_token(config: RunConfig, compiled: bool = False) -> float:
-    """Forward and backward of one micro-batch, counted by torch while it runs; eager attention computes all T x T."""
+def counted_flops_per_token(config: RunConfig, compiled: bool = False, accumulating: bool = False) -> float:
+    """Forward and backward of one micro-batch, counted by torch while it runs; eager attention computes all T x T.
+
+    accumulating: the layers' matmuls add their weights' gradients to main gradients, as an engine has them do.
+    """
     torch.manual_seed(0)
     decoder = build_model(config, device="cpu")
+    for layer in decoder.modules():
+        if accumulating and isinstance(layer, Linear):
+            ticket = torch.zeros(0, requires_grad=True)
+            layer.main = MainGradient(torch.zeros(layer.weight.shape), torch.tensor(True), ticket)
     inputs, labels = torch.randint(0, config.model.vocab_size, (2, config.micro_batch_size, config.seq_len))
     if config.activation_checkpointing != "none":
         checkpoint_activations(decoder, config.activation_checkpointing)
@@ -167,6 +175,22 @@ def test_compiled_recomputation_equals_eager(kind: str, repeats: bool) -> None:
     if repeats:
         expected += terms.attention / 6
     assert counted_flops_per_token(checkpointed_config, compiled=True) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_matmuls_that_add_up_their_weights_gradients_are_all_repeated(compiled: bool) -> None:
+    """Torch stops the second forward pass before a last matmul of its own, and after one of an autograd function.
+
+    What it counts of the rest cancels out: it does not know the operator that adds up.
+    """
+    config = run_of(ModelConfig(**{**BASE, "max_position_embeddings": 16, **SHAPES["gqa"]}))
+    terms = flop_terms(config.model, config.seq_len)
+    repeating = config.model_copy(update={"activation_checkpointing": "full"})
+    counted = [counted_flops_per_token(one, compiled, accumulating=True) for one in (config, repeating)]
+    expected = [executed_flops_per_token(terms, one, "accumulate") for one in (config, repeating)]
+    skipped = terms.attention / 6  # eager attention computes all T x T of the repeated forward pass
+    assert counted[1] - counted[0] == pytest.approx(expected[1] - expected[0] + skipped, rel=1e-12)
+    assert expected[1] - executed_flops_per_token(terms, repeating, "plain") == 2 * 3 * 56 * 24  # down, forward
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])

@@ -121,19 +121,28 @@ def flops_per_token(terms: FlopTerms, convention: Convention) -> float:
     raise ValueError(f"unknown MFU convention {convention!r}; use one of {', '.join(CONVENTIONS)}")
 
 
-def executed_flops_per_token(terms: FlopTerms, config: RunConfig) -> float:
+def repeats_down(config: RunConfig, weight_gradient: str) -> bool:
+    """Whether full checkpointing runs a block's last matmul again, the MLP's down projection.
+
+    Torch stops where all is there that the backward pass needs, compiled or not: before that matmul, unless a norm
+    follows it (post-norm), or it adds up its own weight's gradient: such a matmul keeps its inputs once it has run.
+    weight_gradient: what ran of kernels.weight_gradient.
+    """
+    return config.model.norm_position != "pre" or weight_gradient == "accumulate"
+
+
+def executed_flops_per_token(terms: FlopTerms, config: RunConfig, weight_gradient: str | None = None) -> float:
     """Causal FLOPs plus what activation checkpointing computes twice: the numerator of HFU.
 
-    `full` runs each block's forward again: 2 FLOPs a block parameter and 1/3 of causal attention. Its last matmul, the
-    MLP's down projection, is left out where nothing needs its output again (torch stops early, compiled or not): always
-    but for post-norm, whose norm follows it. `selective` keeps matmul and attention outputs and repeats elementwise
-    work only, which is not counted.
+    `full` runs each block's forward again: 2 FLOPs a block parameter, but for one that `repeats_down` leaves out, and
+    1/3 of causal attention. `selective` keeps matmul and attention outputs and repeats elementwise work only, which is
+    not counted. weight_gradient: what ran of kernels.weight_gradient; None: what `config` says.
     """
     executed = flops_per_token(terms, "causal")
     if config.activation_checkpointing == "full":
         model = config.model
         down = model.num_hidden_layers * model.intermediate_size * model.hidden_size
-        left_out = down if model.norm_position == "pre" else 0
+        left_out = 0 if repeats_down(config, weight_gradient or config.kernels.weight_gradient) else down
         executed += 2 * (terms.attention_mlp_parameters - left_out) + terms.attention / 2 / 3
     return executed
 

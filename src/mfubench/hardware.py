@@ -219,6 +219,11 @@ def peak_for(name: str, dtype: str, tf32: bool, fp8: bool) -> Peak:
     return Peak(tflops=tflops, dtype=arithmetic, source=f"{row.key}: {row.source}", measured=False)
 
 
+def used_of(log: RunLog, setting: str) -> str | None:
+    """What a run used of a setting; None of a run that does not say."""
+    return log.used[setting].used if setting in log.used else None
+
+
 def is_on(choice: Choice) -> bool:
     """Whether a switch was used; switches are recorded as "true" and "false"."""
     return choice.used.lower() in ("true", "on")

@@ -4,6 +4,7 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from statistics import geometric_mean
 
 import numpy as np
 import pytest
@@ -227,6 +228,17 @@ def test_extrapolation_of_the_example(found: Findings):
     assert row.energy_kwh == pytest.approx(0.640 * row.gpu_hours)
     assert row.money == pytest.approx(2.9 * row.gpu_hours)
     assert row.hours_interval is not None and row.hours_interval.low < row.hours < row.hours_interval.high
+
+
+def test_extrapolation_is_by_all_processes_of_the_case(found: Findings):
+    (answer,) = answers(found)
+    repeated = next(candidate for candidate in answer.candidates if candidate.case == "tiers/tier1")
+    assert len(repeated.runs) == 3
+    hours = [row.hours for row in extrapolate(found, replace(answer, fastest=repeated))]
+    alone = [
+        extrapolate(found, replace(answer, fastest=replace(repeated, runs=(run,))))[0].hours for run in repeated.runs
+    ]
+    assert hours[0] == pytest.approx(geometric_mean(alone)) and len(set(alone)) == 3
 
 
 def test_extrapolation_without_expectations_power_or_price(cpu_study: Path):

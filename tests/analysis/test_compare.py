@@ -68,6 +68,22 @@ def test_a_case_that_no_longer_ends_well_is_broken(gpu_study: Path, changed_stud
     assert "loss not finite" in (change.reason or "")
 
 
+def test_rates_and_their_change_are_of_one_mean(gpu_study: Path, changed_study: Path):
+    for repeat, speed in ((1, 0.5), (2, 2.0)):
+        name = f"tiers/tier1-repeat{repeat}"
+        write_run_log(changed_study / "runs" / f"{name}.json", make_gpu_log(name, 7, speed=speed))
+    changes = {change.case: change for change in compare_studies(gpu_study, changed_study, 0.02).changes}
+    tier1 = changes["tiers/tier1"]
+    assert tier1.difference is not None and tier1.before is not None and tier1.after is not None
+    assert tier1.difference.change == pytest.approx(tier1.after / tier1.before - 1)
+
+
+def test_a_case_that_never_fitted_says_so(gpu_study: Path, next_week: Path):
+    changes = {change.case: change for change in compare_studies(gpu_study, next_week, 0.02).changes}
+    oom = changes["ablations/4.4-micro-batch32"]
+    assert oom.verdict == "not measured" and (oom.reason or "").startswith("ended as oom in the first study: rank 3")
+
+
 def test_a_case_whose_repeat_died_without_a_log_is_broken(gpu_study: Path, changed_study: Path):
     (changed_study / "runs" / "tiers" / "tier1-repeat1.json").unlink()
     write_json(changed_study / "work" / "tiers" / "tier1-repeat1" / "failure.json", {"reason": "killed by signal 9"})

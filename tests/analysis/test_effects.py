@@ -10,10 +10,8 @@ from factories import ATTENTION_KERNELS, make_run_log, with_threads
 
 from mfubench.analysis.effects import (
     Effect,
-    differing_settings,
     judge_effect,
     judge_effects,
-    settings_that_ran,
     spread_between_processes,
     why_missing,
 )
@@ -21,6 +19,7 @@ from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import measure
 from mfubench.analysis.report.blocks import Table
 from mfubench.analysis.report.measured_sections import effects_section
+from mfubench.analysis.settings import differing_settings, settings_that_ran
 from mfubench.analysis.statistics import ProcessSpread
 from mfubench.analysis.tables import effects_table
 from mfubench.config import KernelsConfig

@@ -8,9 +8,9 @@ from factories import make_run_log
 
 from mfubench.analysis.contradictions import contradictions, implied_mfu
 from mfubench.analysis.expectations import expected_change, load_expectations, stated_change
-from mfubench.analysis.expected import compare_expectations, judge_effect_size
+from mfubench.analysis.expected import compare_expectations, judge_effect_size, loss_after
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.measures import measure
+from mfubench.analysis.measures import final_loss, measure
 from mfubench.config import ConfigError
 from mfubench.hardware import find_gpu
 from mfubench.presets import load_model
@@ -120,6 +120,15 @@ def test_loss_is_compared_at_the_stated_iterations_only(found: Findings):
     loss = next(row for row in rows if row.quantity == "loss" and row.case == "training/pretrain")
     assert (loss.expected, loss.measured, loss.verdict) == (item.loss, None, "not measured")
     assert "after 2000 iterations; this run made 30" in loss.note
+
+
+def test_loss_is_that_of_the_stated_iterations_however_long_the_run(found: Findings):
+    log = make_run_log(name="training/pretrain", max_iters=300)
+    falling = [step.model_copy(update={"loss": 9.0 - 0.01 * step.step}) for step in log.steps]
+    log = log.model_copy(update={"steps": falling})
+    assert loss_after(log, 100) == pytest.approx(9.0 - 0.01 * 89.5)  # median of steps 80 to 99
+    assert loss_after(log, 300) == pytest.approx(final_loss(falling))
+    assert loss_after(log, 301) is None and loss_after(log.model_copy(update={"steps": falling[150:]}), 100) is None
 
 
 def test_parameters_are_compared():

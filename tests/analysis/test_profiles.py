@@ -7,8 +7,10 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from analysis.example_study import PROFILED
 from factories import make_run_config
 from matplotlib.figure import Figure
@@ -26,7 +28,10 @@ from mfubench.analysis.report.profile_section import headline_blocks, next_sente
 from mfubench.analysis.roofline import Point, points_of
 from mfubench.analysis.tables import profiles_table
 from mfubench.analysis.units import format_rate
+from mfubench.ceilings.schema import AttentionRate, Ceilings
 from mfubench.config import CommunicationConfig
+from mfubench.flops import executed_flops_per_token, flop_terms
+from mfubench.model.attention import Shape
 from mfubench.prediction.predict import plan_run
 from mfubench.prediction.step_bytes import chunk_sum_bytes, elementwise_bytes, elementwise_bytes_by_group
 from mfubench.prediction.step_model import micro_step_matmuls
@@ -75,13 +80,70 @@ def test_ideal_times_by_hand(profiled: Profiled):
     assert profiled.ideals.peak_matmul_s == pytest.approx(6 * matmul_parameters * tokens / 989.4e12)
     attention_flops = tokens * 6 * 18 * 2304 * 2048
     assert profiled.ideals.peak_attention_s == pytest.approx(attention_flops / 989.4e12)
-    assert seconds["attention"] == pytest.approx(attention_flops / 341e12)
+    # what runs is 7 matmuls, of which the model's FLOPs count 6: the backward pass makes the scores anew
+    assert seconds["attention"] == pytest.approx(attention_flops * 7 / 6 / 398e12)
     rate = 4 / (1 / 741 + 1 / 752 + 1 / 694 + 1 / 702) * 1e12  # four shapes of the same FLOPs
     assert seconds["matmul"] == pytest.approx(6 * matmul_parameters * tokens / rate)
     # activation, 2 bytes: forward reads gate and up and writes one, backward reads three and writes two
     assert seconds["activation"] == pytest.approx(18 * tokens * 2 * 8 * 6144 / 2960e9)
     assert seconds["communication"] == seconds["queue"] == 0
     assert profiled.ideals.collectives_s == pytest.approx(2 * 7 / 8 * 4 * 1_294_159_104 / 447e9)
+
+
+def with_config(profiled: Profiled, found: Findings, **changes: Any) -> Ideals:
+    """Of the profiled run, had it been configured otherwise."""
+    log = profiled.judged.log
+    used = {
+        key: Choice(requested=changes[key], used=changes[key]) for key in ("dtype", "parallelism") if key in changes
+    }
+    log = log.model_copy(update={"config": log.config.model_copy(update=changes), "used": log.used | used})
+    return ideals_of(replace(profiled.judged, log=log), found.study.ceilings)
+
+
+def test_attention_at_its_best_is_what_the_kernel_measured_alone_takes(profiled: Profiled):
+    """A ceiling's rate, from a call's time by its own count of FLOPs, gives back that time."""
+    config = profiled.judged.log.config
+    model, tokens = config.model, config.tokens_per_step // config.world_size
+    heads, length, calls = model.num_attention_heads, config.seq_len, model.num_hidden_layers * tokens / config.seq_len
+    shape = Shape(1, length, heads, heads, model.head_dim, torch.bfloat16, torch.device("cuda"))
+    alone = AttentionRate(
+        model=model.name, backend="sdpa", dtype="bfloat16", batch_size=1, seq_len=length, query_heads=heads,
+        key_value_heads=heads, head_dim=model.head_dim, forward_backward_tflops=shape.flops / 0.002 / 1e12,
+    )  # fmt: skip
+    ceilings = Ceilings(
+        measured_at="", total_s=1, host="", device="cuda", device_name="", threads=1, environment={}, seconds=1,
+        matmuls=[], attention=[alone],
+    )  # fmt: skip
+    assert ideals_of(profiled.judged, ceilings).seconds["attention"] == pytest.approx(0.002 * calls)
+
+
+def test_attention_of_another_dtype_is_no_ideal(profiled: Profiled, found: Findings):
+    assert "attention" in profiled.ideals.seconds
+    assert "attention" not in with_config(profiled, found, dtype="float32").seconds
+
+
+@pytest.mark.parametrize("weight_gradient", ["plain", "accumulate"])
+def test_matmuls_that_checkpointing_repeats_are_those_of_hfu(weight_gradient: str):
+    kernels = {"weight_gradient": weight_gradient}
+    config = plan_run(load_model("llama2-1.36b"), 1, activation_checkpointing="full", kernels=kernels)
+    terms = flop_terms(config.model, config.seq_len)
+    tokens = config.micro_batch_size * config.seq_len
+    attention = terms.attention / 2 * 4 / 3  # causal; three thirds of the model's, and the forward pass again
+    matmuls = sum(one.flops * one.count for one in micro_step_matmuls(config)) / tokens
+    assert matmuls + attention == pytest.approx(executed_flops_per_token(terms, config), rel=1e-12)
+
+
+@pytest.mark.parametrize(("keeps", "gathers", "scatters"), [("never", 1, 1), ("always", 16, 8)])
+def test_fsdp_sends_as_often_as_it_gathers(
+    keeps: str, gathers: int, scatters: int, profiled: Profiled, found: Findings
+):
+    """8 micro-steps; weights in bfloat16, gradients in float32; without whole weights both in every micro-step."""
+    communication = CommunicationConfig(reshard_after_forward=keeps)
+    sharded = with_config(profiled, found, parallelism="fsdp", communication=communication)
+    moved = 7 / 8 * 1_294_159_104 * (2 * gathers + 4 * scatters)
+    assert sharded.collectives_s == pytest.approx(moved / 447e9)
+    groups = communication.model_copy(update={"shard_ranks": 4})
+    assert with_config(profiled, found, parallelism="fsdp", communication=groups).collectives_s is None
 
 
 @pytest.mark.parametrize(("reduction", "gb_s"), [("collective", 447), ("exchange", 350)])

@@ -102,6 +102,12 @@ def test_results_that_the_study_no_longer_declares_are_left_aside_and_named(chan
     ]
 
 
+def test_a_failure_of_a_case_that_is_no_longer_declared_is_none_of_the_study(changed_study: Path):
+    for name in ("tiers/of-an-earlier-version", "ablations/4.5-fsdp"):
+        write_json(changed_study / "work" / name / "failure.json", {"reason": "killed"})
+    assert list(load_study(changed_study, partial=True).failures) == ["ablations/4.5-fsdp"]
+
+
 def test_a_study_without_any_result_is_for_partial_only(changed_study: Path):
     """One of nothing but a memory search has a report all the same."""
     for path in (changed_study / "runs").glob("*/*.json"):

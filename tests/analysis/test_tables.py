@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from mfubench.analysis.tables import main, write_tables
-from mfubench.run_log import write_json, write_text_atomically
+from mfubench.run_log import Choice, read_run_log, write_json, write_run_log, write_text_atomically
 
 SCRIPTS = Path(__file__).parents[2] / "workflow" / "scripts"
 
@@ -48,6 +48,16 @@ def test_what_was_asked_and_what_was_used_stand_side_by_side(tables: dict[str, p
     row = tables["runs"].set_index("case").loc["ablations/4.2-float32"]
     assert (row.attention_asked, row.attention_used) == ("cudnn", "sdpa")
     assert "cuDNN attention has no float32" in row.fallbacks
+
+
+def test_a_setting_that_the_first_run_does_not_tell_has_its_column(changed_study: Path, tmp_path: Path):
+    path = changed_study / "runs" / "tiers" / "tier3.json"
+    log = read_run_log(path)
+    log.used["reduction"] = Choice(requested="auto", used="exchange")
+    write_run_log(path, log)
+    write_tables(changed_study, tmp_path)
+    runs = read(tmp_path)["runs"].set_index("case")
+    assert runs.loc["tiers/tier3"].reduction_used == "exchange" and pd.isna(runs.loc["tiers/tier2"].reduction_used)
 
 
 def test_memory_table_holds_every_trial(tables: dict[str, pd.DataFrame]):

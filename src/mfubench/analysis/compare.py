@@ -6,11 +6,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mfubench.analysis.effects import differing_settings, processes, spread_between_processes
+from mfubench.analysis.effects import processes, spread_between_processes
 from mfubench.analysis.measures import Measures, measure
+from mfubench.analysis.scaling import rate_of
+from mfubench.analysis.settings import differing_settings
 from mfubench.analysis.statistics import Difference, ProcessSpread, difference
 from mfubench.analysis.study import Study, base_name, load_study, machine_of
 from mfubench.analysis.units import Told, rate_unit, told_of
+from mfubench.run_log import RunLog
 
 Verdict = Told | Literal["regression", "broken", "other model", "only in one", "not measured"]
 JUDGED: tuple[Verdict, ...] = ("regression", "broken", "slower", "faster", "no difference", "not told apart")
@@ -31,7 +34,10 @@ class Side:
 
 @dataclass(frozen=True)
 class CaseChange:
-    """One case in both studies; rates in tokens/s/GPU, of a CPU per process; MFU by the palm convention."""
+    """One case in both studies; MFU by the palm convention.
+
+    Rates in tokens/s/GPU, of a CPU per process: the geometric mean over its processes, as the difference is of.
+    """
 
     case: str
     verdict: Verdict
@@ -113,8 +119,8 @@ def compare_case(before: Side, after: Side, name: str, threshold: float, spread:
     return CaseChange(
         case=name,
         verdict=verdict,
-        before=mean_rate(old),
-        after=mean_rate(new),
+        before=rate_if_any(old),
+        after=rate_if_any(new),
         before_mfu=old[0].headline_mfu if old else None,
         after_mfu=new[0].headline_mfu if new else None,
         before_memory_gib=old[0].peak_memory_gib if old else None,
@@ -143,11 +149,19 @@ def verdict_of(
     if old != new:
         return "other model", f"{old.name} → {new.name}" if old.name != new.name else f"{old.name}, of another shape"
     if measured is None:
-        return "not measured", "fewer than five measured steps in a study"
+        return "not measured", why_not_measured(ended_before, ended_after)
     told = told_of(measured)
     return "regression" if told == "slower" and measured.change <= -threshold else told, None
 
 
-def mean_rate(runs: list[Measures]) -> float | None:
-    rates = [run.tokens_per_s_per_gpu.median for run in runs if run.tokens_per_s_per_gpu]
-    return sum(rates) / len(rates) if rates else None
+def why_not_measured(ended_before: dict[str, RunLog], ended_after: dict[str, RunLog]) -> str:
+    """Why there is no rate to compare, of the first study before the second."""
+    for ended, study in ((ended_before, "first"), (ended_after, "second")):
+        if not any(log.status == "ok" for log in ended.values()):
+            log = next(iter(ended.values()))
+            return f"ended as {log.status} in the {study} study: {log.reason or 'no reason recorded'}"
+    return "fewer than five measured steps in a study"
+
+
+def rate_if_any(runs: list[Measures]) -> float | None:
+    return rate_of(runs) if any(run.tokens_per_s_per_gpu for run in runs) else None

@@ -15,11 +15,12 @@ from mfubench.analysis.expectations import (
     Quantity,
     judged_change,
 )
-from mfubench.analysis.measures import Measures
+from mfubench.analysis.measures import Measures, final_loss
 from mfubench.analysis.study import Study
 from mfubench.analysis.units import GB_PER_GIB
 from mfubench.config import ConfigError
 from mfubench.hardware import find_gpu
+from mfubench.run_log import RunLog
 
 PARAMETER_TOLERANCE = 0.005  # "~1.545B"
 
@@ -98,8 +99,7 @@ def measured_quantity(judged: Measures, item: Expectation, quantity: Quantity) -
     if quantity == "memory_gb":
         return judged.peak_allocated_gib * GB_PER_GIB if judged.peak_allocated_gib is not None else None
     if quantity == "loss":
-        reached = judged.log.steps[-1].step + 1 if judged.log.steps else 0
-        return judged.final_loss if item.iterations is not None and reached >= item.iterations else None
+        return loss_after(judged.log, item.iterations) if item.iterations is not None else None
     if quantity == "parameters":
         return float(judged.log.parameters.total) if judged.log.parameters else None
     if item.tokens is not None and judged.tokens_per_s is not None:
@@ -107,6 +107,12 @@ def measured_quantity(judged: Measures, item: Expectation, quantity: Quantity) -
     if item.iterations is not None and judged.step_time_s is not None:
         return item.iterations * judged.step_time_s.median / 3600
     return None
+
+
+def loss_after(log: RunLog, iterations: int) -> float | None:
+    """The training loss that a run had reached after so many steps; None of one that made fewer."""
+    steps = [step for step in log.steps if step.step < iterations]
+    return final_loss(steps) if steps and steps[-1].step == iterations - 1 else None
 
 
 def missing_quantity(judged: Measures, item: Expectation, quantity: Quantity) -> str | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, geometric_mean
 
-from mfubench.analysis.answer import Answer
+from mfubench.analysis.answer import Answer, Candidate
 from mfubench.analysis.expectations import Target
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.measures import Measures
-from mfubench.analysis.statistics import Interval, process_half_width
+from mfubench.analysis.statistics import Interval, joined_half_width, process_half_width
 
 TOKENS_PER_PARAMETER = 20  # compute-optimal rule of thumb (Hoffmann et al. 2022, arXiv 2203.15556, table 3)
 
@@ -25,14 +27,14 @@ class Extrapolation:
     hours: float
     hours_interval: Interval
     gpu_hours: float
-    energy_kwh: float | None  # of the GPUs, by their mean power while they trained
+    energy_kwh: float | None  # of the GPUs, by their median power while they trained
     money: float | None  # GPU-hours times the study's price
 
 
 def extrapolate(found: Findings, answer: Answer) -> list[Extrapolation]:
     """Every target for the answer's fastest case, by its total tokens over total time."""
-    fastest = answer.fastest.runs[0]
-    return [extrapolate_run(found, answer.fastest.case, fastest, target) for target in targets_of(found, fastest)]
+    fastest = answer.fastest
+    return [extrapolate_case(found, fastest, target) for target in targets_of(found, fastest.runs[0])]
 
 
 def targets_of(found: Findings, judged: Measures) -> list[Target]:
@@ -50,36 +52,36 @@ def targets_of(found: Findings, judged: Measures) -> list[Target]:
     return targets
 
 
-def extrapolate_run(found: Findings, case: str, judged: Measures, target: Target) -> Extrapolation:
-    world_size = judged.log.config.world_size
-    assert judged.total_rate is not None
-    hours = target.tokens / (judged.total_rate * world_size) / 3600
-    gpu_hours = hours * world_size
-    power_w = mean_power_w(judged)
+def extrapolate_case(found: Findings, candidate: Candidate, target: Target) -> Extrapolation:
+    """By the geometric mean of the processes that ran the case, as its rate is stated."""
+    config, device = candidate.config, candidate.runs[0].log.environment.device
+    rate = geometric_mean(run.total_rate for run in candidate.runs if run.total_rate is not None)
+    hours = target.tokens / (rate * config.world_size) / 3600
+    gpu_hours = hours * config.world_size
+    powers_w = [power_w for run in candidate.runs if (power_w := power_of_a_gpu_w(run)) is not None]
     price = found.study.declared.price_per_gpu_hour
-    uncertainty = relative_uncertainty(found, judged)
+    uncertainty = relative_uncertainty(found, candidate.runs)
     return Extrapolation(
-        case=case,
+        case=candidate.case,
         target=target,
-        world_size=world_size,
-        iterations=target.tokens / judged.log.config.tokens_per_step,
+        world_size=config.world_size,
+        iterations=target.tokens / config.tokens_per_step,
         hours=hours,
         hours_interval=Interval(hours * math.exp(-uncertainty), hours * math.exp(uncertainty)),
         gpu_hours=gpu_hours,
-        energy_kwh=power_w * gpu_hours / 1000 if power_w is not None else None,
-        money=price * gpu_hours if price is not None and judged.log.environment.device == "cuda" else None,
+        energy_kwh=fmean(powers_w) * gpu_hours / 1000 if powers_w else None,
+        money=price * gpu_hours if price is not None and device == "cuda" else None,
     )
 
 
-def relative_uncertainty(found: Findings, judged: Measures) -> float:
-    """Half-width of the 95 % interval of the rate's logarithm: of its steps, or of processes where that is more."""
-    halves = [process_half_width(found.spread, 1)]
-    if judged.rate_interval is not None and judged.tokens_per_s_per_gpu is not None:
-        halves.append(math.log(judged.rate_interval.high / judged.rate_interval.low) / 2)
-    return max(halves)
+def relative_uncertainty(found: Findings, runs: Sequence[Measures]) -> float:
+    """Half-width of the 95 % interval of the logarithm of the runs' mean rate, by their steps and by processes."""
+    intervals = [run.rate_interval for run in runs if run.rate_interval is not None]
+    of_steps = math.hypot(*(math.log(one.high / one.low) / 2 for one in intervals)) / max(1, len(intervals))
+    return joined_half_width(of_steps, process_half_width(found.spread, len(runs)), found.spread)
 
 
-def mean_power_w(judged: Measures) -> float | None:
+def power_of_a_gpu_w(judged: Measures) -> float | None:
     """Mean over the GPUs of the median power while steps ran, W; None where nobody sampled it."""
     cards = (judged.log.telemetry or {}).get("gpus") or []
     medians = [card["power_w"]["median"] for card in cards if card.get("power_w")]

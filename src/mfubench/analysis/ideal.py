@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from mfubench.analysis.measures import Measures
 from mfubench.analysis.units import format_bytes, format_tflops
 from mfubench.ceilings.schema import Ceilings
 from mfubench.config import RunConfig
-from mfubench.decisions import ELEMENT_BYTES
-from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
+from mfubench.decisions import ELEMENT_BYTES, fsdp_keeps_weights, shard_ranks
+from mfubench.flops import FlopTerms, count_parameters, flop_terms
 from mfubench.hardware import arithmetic_of_run, rank_share
 from mfubench.prediction.measured_runs import as_run
 from mfubench.prediction.resolved_settings import in_matmuls
@@ -21,9 +22,7 @@ from mfubench.prediction.step_bytes import (
     optimizer_bytes,
     reduced_bytes,
 )
-from mfubench.prediction.step_model import micro_step_matmuls
-
-ATTENTION_PASSES = 3.5  # matmuls of forward and backward over those of forward: 2 and 5
+from mfubench.prediction.step_model import attention_passes, micro_step_matmuls
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,8 @@ def ideals_of(judged: Measures, ceilings: Ceilings | None) -> Ideals:
     if ceilings.copy_rate is not None:
         add_memory_traffic(ideals, config, ceilings.copy_rate.gb_s)
         add_epilogues(ideals, config, ceilings.copy_rate.gb_s)
-    return Ideals(**{**ideals.__dict__, "recomputed_s": recomputed, **bus_time(config, ceilings)})
+    capacity = min((gpu.memory_gib for gpu in log.environment.gpus), default=math.inf)  # a CPU has enough
+    return Ideals(**{**ideals.__dict__, "recomputed_s": recomputed, **bus_time(config, ceilings, capacity)})
 
 
 def peak_times(judged: Measures, terms: FlopTerms) -> dict[str, float]:
@@ -102,13 +102,12 @@ def add_arithmetic(
     rates = {
         one.backend: one.forward_backward_tflops
         for one in ceilings.attention
-        if one.model == model and one.forward_backward_tflops is not None
+        if (one.model, one.dtype) == (model, config.dtype) and one.forward_backward_tflops is not None
     }
     if rates:
         backend = max(rates, key=lambda name: rates[name])
-        executed = executed_flops_per_token(terms, config) - flops_per_token(terms, "causal")
-        again = terms.attention / 2 / 3 if executed > 0 else 0.0  # full checkpointing repeats its forward pass
-        flops = tokens * (terms.attention / 2 + again)
+        forward = terms.attention / 2 / 3  # the rates count what is executed: more than the three thirds of a model's
+        flops = tokens * attention_passes(config) * forward
         ideals.seconds["attention"] = flops / (rates[backend] * share * 1e12)
         ideals.words["attention"] = f"{backend}, the fastest here: {format_tflops(rates[backend])} forward and backward"
     return recomputed
@@ -148,22 +147,34 @@ def memory_traffic(config: RunConfig) -> dict[str, float]:
     return groups | {"accumulation": accumulation_bytes(config), "optimizer": optimizer_bytes(config)}
 
 
-def bus_time(config: RunConfig, ceilings: Ceilings) -> dict[str, float]:
+def bus_time(config: RunConfig, ceilings: Ceilings, capacity_gib: float) -> dict[str, float]:
     """All that a step sends between GPUs at the bus rate that was measured with as many ranks and the largest buffer.
 
-    The rate is that of the operation which sums the run's gradients, or of another where that was not measured.
+    The rate is that of the operation which sums the run's gradients, or of another where that was not measured. Of
+    groups of ranks (`communication.shard_ranks`) none is measured. capacity_gib: memory of a card.
     """
     ranks = config.world_size
     rates = [one for one in ceilings.collectives if one.world_size == ranks]
-    if ranks == 1 or not rates:
+    if ranks == 1 or not rates or (config.parallelism == "fsdp" and shard_ranks(config) != ranks):
         return {}
     summed_by = "all_reduce" if config.parallelism == "ddp" else "reduce_scatter"
     if config.communication.reduction == "exchange":
         summed_by = "exchange"
     gb_s = max(rates, key=lambda one: (one.operation == summed_by, one.bytes)).bus_gb_s
     parameters = count_parameters(config.model).total
-    share = (ranks - 1) / ranks
-    moved = 2 * share * parameters * reduced_bytes(config)  # a sum that all have: scatter and gather
-    if config.parallelism in ("zero1", "fsdp"):
-        moved = share * parameters * (reduced_bytes(config) + ELEMENT_BYTES[config.dtype])
-    return {"collectives_s": moved / (gb_s * 1e9)}
+    reduced, gathered = times_sent(config, parameters, capacity_gib)
+    moved = parameters * (reduced * reduced_bytes(config) + gathered * ELEMENT_BYTES[config.dtype])
+    return {"collectives_s": (ranks - 1) / ranks * moved / (gb_s * 1e9)}
+
+
+def times_sent(config: RunConfig, parameters: int, capacity_gib: float) -> tuple[int, int]:
+    """How often in a step a rank sends all gradients and all weights.
+
+    ddp: a sum that all have is a scatter and a gather. fsdp that keeps no whole weights gathers them in the forward and
+    in the backward pass of every micro-step, and scatters gradients in each.
+    """
+    if config.parallelism == "ddp":
+        return 2, 0
+    if config.parallelism == "zero1" or fsdp_keeps_weights(config, parameters, capacity_gib):
+        return 1, 1
+    return config.gradient_accumulation_steps, 2 * config.gradient_accumulation_steps

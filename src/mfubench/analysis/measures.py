@@ -11,7 +11,7 @@ import numpy as np
 from mfubench.analysis.statistics import Interval, Quartiles, median_interval, quartiles
 from mfubench.config import ConfigError
 from mfubench.flops import CONVENTIONS, FlopTerms, executed_flops_per_token, flops_per_token
-from mfubench.hardware import Peak, arithmetic_of_run, peak_for_run, rank_share
+from mfubench.hardware import Peak, arithmetic_of_run, peak_for_run, rank_share, used_of
 from mfubench.memory_search import memory_gib, peak_memory_gib
 from mfubench.run_log import RunLog, Step
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from mfubench.ceilings import Ceilings
 
 LOSS_STEPS = 20  # last steps whose median is the final loss; of a short run its last quarter
+FINAL_LOSS = (
+    f"the median of the last {LOSS_STEPS} steps, in a run of less than {4 * LOSS_STEPS} of its last quarter"  # in words
+)
 OUTLIER_SHARE = 0.02  # a step counts as an outlier only when it is 2 % slower than the median, too
 
 
@@ -109,7 +112,7 @@ def mfu_factor(log: RunLog, convention: str, peak_tflops: float) -> float | None
     if terms is None:
         return None
     if convention == "hfu":
-        flops = executed_flops_per_token(terms, log.config)
+        flops = executed_flops_per_token(terms, log.config, used_of(log, "weight_gradient"))
     else:
         flops = flops_per_token(terms, convention)  # type: ignore[arg-type]
     return flops / (peak_tflops * 1e12)

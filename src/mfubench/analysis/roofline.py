@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mfubench.analysis.ideal import ATTENTION_PASSES, memory_traffic
+from mfubench.analysis.ideal import memory_traffic
 from mfubench.analysis.profiles import Profiled
 from mfubench.config import RunConfig
 from mfubench.decisions import ELEMENT_BYTES
 from mfubench.prediction.measured_runs import as_run
-from mfubench.prediction.step_model import Matmul, micro_step_matmuls
+from mfubench.prediction.step_model import Matmul, attention_passes, micro_step_matmuls
 
 # Arithmetic an element moved, counting multiply, add, divide, exponential and root as one each: a place on the axis of
 # intensity, where a factor of two is a small step. Norm forward 5 operations for 4 elements moved, backward 10 for 5;
@@ -84,11 +84,15 @@ def matmul_points(profiled: Profiled, config: RunConfig) -> list[Point]:
 
 
 def attention_point(config: RunConfig, time_s: float) -> Point:
-    """Causal FLOPs; bytes of q, k, v and output, twice over in the backward pass with their gradients."""
+    """Causal FLOPs; bytes of q, k, v and output, twice over in the backward pass with their gradients.
+
+    Full checkpointing runs the forward pass again.
+    """
     m = config.model
     tokens = config.micro_batch_size * config.seq_len * config.gradient_accumulation_steps
     scores = tokens * m.num_attention_heads * config.seq_len / 2
-    flops = m.num_hidden_layers * ATTENTION_PASSES * 4 * m.head_dim * scores
+    flops = m.num_hidden_layers * attention_passes(config) * 4 * m.head_dim * scores
     width = (2 * m.num_attention_heads + 2 * m.num_key_value_heads) * m.head_dim  # q and output, k and v
-    moved = m.num_hidden_layers * tokens * ELEMENT_BYTES[config.dtype] * 3 * width
+    times = 4 if config.activation_checkpointing == "full" else 3
+    moved = m.num_hidden_layers * tokens * ELEMENT_BYTES[config.dtype] * times * width
     return Point("attention", "attention", flops, moved, time_s)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from mfubench.analysis.effects import settings_that_ran, spread_between_processes
+from mfubench.analysis.effects import spread_between_processes
 from mfubench.analysis.measures import Measures
+from mfubench.analysis.settings import parallel, settings_of_series
 from mfubench.analysis.statistics import Interval, difference
 from mfubench.config import CommunicationConfig, RunConfig
 from mfubench.host_load import ProcessCores, cores_of_run, shared_cores
@@ -147,23 +148,12 @@ def is_usual(config: RunConfig) -> bool:
 
 
 def series_key(log: RunLog) -> str:
-    """Equal for runs that differ in the number of processes alone; one has nothing to do in parallel.
-
-    How gradients are summed and whether graphs are captured counts as asked for: `auto` of one series may sum otherwise
-    on several nodes than on one, and fsdp captures nothing, which one process with the same settings does.
-    """
-    settings = settings_that_ran(log)
-    settings.pop("world_size")
-    settings.pop("nnodes")
-    settings |= {"communication.reduction": log.config.communication.reduction, "cuda_graphs": log.config.cuda_graphs}
+    """Equal for runs that differ in the number of processes alone; one has nothing to do in parallel."""
     alone = log.config.world_size == 1
+    settings = settings_of_series(log)
     return json.dumps({key: value for key, value in settings.items() if not (alone and parallel(key))}, sort_keys=True)
 
 
 def begins(alone: str, several: str) -> bool:
     """Whether a run of one process and one of several, by their keys, differ in what several do in parallel alone."""
     return json.loads(alone) == {key: value for key, value in json.loads(several).items() if not parallel(key)}
-
-
-def parallel(setting: str) -> bool:
-    return setting == "parallelism" or setting.startswith("communication.")

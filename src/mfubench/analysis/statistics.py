@@ -161,6 +161,16 @@ def process_half_width(spread: ProcessSpread | None, *processes: int) -> float:
     return widest * math.sqrt(sum(1 / count for count in processes))
 
 
+def joined_half_width(of_steps: float, of_processes: float, spread: ProcessSpread | None) -> float:
+    """Half of the interval of a log rate that both noises allow, from the half that each allows alone.
+
+    The medians of a machine's own repeats hold the noise of their steps already. What is assumed from other cards does
+    not hold this machine's, and independent noises add by their squares.
+    """
+    believed = spread is not None and spread.degrees_of_freedom >= BELIEVED_FROM
+    return max(of_steps, of_processes) if believed else math.hypot(of_steps, of_processes)
+
+
 def difference(
     arm: Sequence[Sequence[float]], control: Sequence[Sequence[float]], spread: ProcessSpread | None
 ) -> Difference | None:
@@ -168,8 +178,8 @@ def difference(
 
     arm, control: for each whole process, the rates of its measured steps (tokens/s). spread: between processes, on
     this machine, where anything was repeated; the basis says whether. The interval is Student's on the mean of the
-    logarithm of the processes' medians, but never narrower than what the steps themselves allow. None where an arm has
-    fewer than five steps.
+    logarithm of the processes' medians, joined with what the steps themselves allow (`joined_half_width`). None where
+    an arm has fewer than five steps.
     """
     if not arm or not control or min(len(run) for run in [*arm, *control]) < 5:
         return None
@@ -184,6 +194,7 @@ def difference(
     )
     low, high = np.percentile(arm_noise - control_noise, [100 * (1 - CONFIDENCE) / 2, 100 * (1 + CONFIDENCE) / 2])
     half = process_half_width(spread, len(arm), len(control))
-    interval = Interval(math.expm1(min(low, log_ratio - half)), math.expm1(max(high, log_ratio + half)))
+    below, above = (joined_half_width(max(0.0, side), half, spread) for side in (log_ratio - low, high - log_ratio))
+    interval = Interval(math.expm1(log_ratio - below), math.expm1(log_ratio + above))
     basis: Basis = "not repeated" if spread is None else "repeats"
     return Difference(math.expm1(log_ratio), interval, basis, len(arm), len(control))

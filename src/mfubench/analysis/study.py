@@ -153,6 +153,8 @@ def load_study(folder: Path | str, partial: bool = False) -> Study:
     for name in left_over:
         runs.pop(name, None), limits.pop(name, None)
     failures = dict(in_stage_order(read_failures(folder / "work"))) if partial else {}
+    if declared is not None:
+        failures = {name: failure for name, failure in failures.items() if name in names_of(declared)}
     study = Study(
         folder=folder,
         declared=declared or StudyFile(study=folder.name),

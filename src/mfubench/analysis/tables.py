@@ -29,7 +29,8 @@ def runs_table(study: Study, measures: dict[str, Measures]) -> pd.DataFrame:
             rows.append({"case": name, "status": "failed", "reason": failure.reason})
     rows += [{"case": name, "status": "skipped", "reason": reason} for name, reason in study.declared.skipped.items()]
     rows += [{"case": name, "status": "missing", "reason": study.why_missing(name)} for name in study.missing()]
-    columns = list(rows[0]) if rows else ["case", "status", "reason"]
+    # runs of several versions do not say what they used of the same settings
+    columns = list(dict.fromkeys(column for row in rows for column in row)) or ["case", "status", "reason"]
     return pd.DataFrame(rows, columns=columns)
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mfubench.analysis.answer import Answer, Candidate, command_for
-from mfubench.analysis.effects import differing_settings
 from mfubench.analysis.findings import Findings
 from mfubench.analysis.scaling import MANY_OF_ONE, begins, series_key
+from mfubench.analysis.settings import differing_settings
 from mfubench.analysis.statistics import Difference, difference
 from mfubench.config import ConfigError, RunConfig, parse
 from mfubench.host_load import cores_of_run, shared_cores

@@ -13,7 +13,7 @@ from mfubench.audit.rates import CEILING_MARGIN, explain_parameters
 from mfubench.audit.series import check_series
 from mfubench.ceilings.schema import Ceilings
 from mfubench.flops import FlopTerms, count_parameters, executed_flops_per_token, flop_terms, flops_per_token
-from mfubench.hardware import Peak
+from mfubench.hardware import Peak, used_of
 from mfubench.run_log import Phase, RunLog, Step, Wall
 
 MEASURED_MARGIN = 0.05  # over the fastest matmul measured on the card: cards of one kind differ by 2.5 %
@@ -181,7 +181,8 @@ def check_ceiling(log: RunLog, count: Count | None, peak: Peak | None, ceilings:
         return []
     terms = flop_terms(log.config.model, log.config.seq_len)
     tokens = count.micro_steps_per_gpu * log.config.micro_batch_size * log.config.seq_len
-    tflop = tokens * executed_flops_per_token(terms, log.config) / 1e12  # of one step on one device
+    executed = executed_flops_per_token(terms, log.config, used_of(log, "weight_gradient"))
+    tflop = tokens * executed / 1e12  # of one step on one device
     if peak.measured:
         assert ceilings is not None
         palm = tokens * flops_per_token(terms, "palm") / 1e12

@@ -8,16 +8,13 @@ from collections.abc import Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
+from mfubench.analysis.settings import parallel, settings_asked, settings_of_series, settings_that_ran
 from mfubench.analysis.study import MOST_EFFICIENT, base_name, machine_of, machine_parts, unlike_conditions
 from mfubench.audit.findings import Finding, RunVerdict
-from mfubench.config import RunConfig
 from mfubench.host_load import shared_cores
 from mfubench.run_log import RunLog
 from mfubench.words import plural
 
-# Settings of which the record says what was used: two runs that differ in these alone are arms of a comparison.
-RECORDED = ("attention", "compile", "cuda_graphs", "loader", "loss", "parallelism", "dtype", "tf32", "fp8")
-NOT_COMPARED = ("name", "repeat", "seed", "measurement", "requires", "contrast_attention", "evaluation", "checkpoint")
 ALONE = "one process"
 STAGES_WITHOUT_ARMS = ("smoke", "memory", "training")
 
@@ -25,8 +22,8 @@ STAGES_WITHOUT_ARMS = ("smoke", "memory", "training")
 def audit_study(logs: Sequence[RunLog]) -> dict[str, list[Finding]]:
     """Findings that only several runs together show, by run name.
 
-    no_contrast: two cases of a stage differ in a setting that may fall back, and ran the same. workloads_differ: runs
-    of one stage and model read other data, or ran on another machine.
+    no_contrast: two cases of a stage were to differ, and ran the same. workloads_differ: runs of one stage and model
+    read other data, or ran on another machine.
     """
     findings: dict[str, list[Finding]] = {}
     by_stage: dict[str, dict[str, RunLog]] = {}
@@ -47,26 +44,25 @@ def is_compared(log: RunLog) -> bool:
     return log.status == "ok" and log.config.stage not in STAGES_WITHOUT_ARMS
 
 
-def differing_requests(a: RunConfig, b: RunConfig) -> set[str]:
-    """Keys of RunConfig in which two runs were to differ, but for names and what is not measured."""
-    first, second = a.model_dump(mode="json"), b.model_dump(mode="json")
-    return {key for key in first if key not in NOT_COMPARED and first[key] != second[key]}
-
-
 def check_contrast(a: RunLog, b: RunLog) -> list[Finding]:
-    """Two arms that differ in recorded settings must differ in what was used, and attention arms in their kernels."""
-    differing = differing_requests(a.config, b.config) - {"compile_mode", "compile_backend"}
-    settings = differing & set(RECORDED)
-    if not settings or differing - set(RECORDED):
+    """Two arms that were to differ in what may change their speed must differ in what ran, and attention arms in their
+    kernels."""
+    asked, other = settings_asked(a.config), settings_asked(b.config)
+    requests = [key for key in sorted(asked.keys() | other.keys()) if asked.get(key) != other.get(key)]
+    if a.config.world_size == b.config.world_size == 1:  # each begins a series of its own: none is an arm of the other
+        requests = [key for key in requests if not key.startswith("communication.")]
+    if not requests:
         return []
-    if all(a.used[key].used == b.used[key].used for key in RECORDED):
-        asked = ", ".join(f"{key} {a.used[key].requested} and {b.used[key].requested}" for key in sorted(settings))
-        ran = ", ".join(a.used[key].used for key in sorted(settings))
+    ran, other_ran = settings_that_ran(a), settings_that_ran(b)
+    if ran == other_ran:
+        words = ", ".join(f"{key} {asked.get(key)} and {other.get(key)}" for key in requests)
+        used = ", ".join(str(ran[key]) for key in requests if key in ran) or "neither"
         sentence = (
-            f"{a.name} and {b.name} were to differ in {asked}, and both ran {ran}: they compare a thing with itself"
+            f"{a.name} and {b.name} were to differ in {words}, and both ran {used}: they compare a thing with itself"
         )
         return [Finding("no_contrast", sentence, 0.97)]
-    if settings == {"attention"} and kernels_of(a) and kernels_of(a) == kernels_of(b):
+    differing = {key for key in ran.keys() | other_ran.keys() if ran.get(key) != other_ran.get(key)}
+    if differing == {"attention"} and kernels_of(a) and kernels_of(a) == kernels_of(b):
         sentence = (
             f"{a.name} ({a.used['attention'].used}) and {b.name} ({b.used['attention'].used}) ran the same attention "
             f"kernels ({min(kernels_of(a))[:60]} …): they compare a thing with itself"
@@ -109,14 +105,10 @@ def group_of(log: RunLog) -> tuple:
 
     Its last part is what they do in parallel, `ALONE` for one process, which is in the groups of all parallelisms.
     """
-    asked = log.config.model_dump(mode="json")
-    parallel = {"parallelism": log.config.parallelism, "communication": asked.pop("communication")}
-    not_the_work = (*NOT_COMPARED, *RECORDED, "world_size", "nnodes", "global_batch_size", "max_iters", "optimizer")
-    settings = {key: value for key, value in asked.items() if key not in not_the_work}
-    used = {key: choice.used for key, choice in log.used.items() if key not in ("parallelism", "reduction")}
-    used["cuda_graphs"] = str(log.config.cuda_graphs)  # as asked for: fsdp captures nothing, one process does
-    words = [json.dumps(values, sort_keys=True) for values in (settings, used, parallel)]
-    return words[0], words[1], machine_of(log.environment), ALONE if log.config.world_size == 1 else words[2]
+    settings = settings_of_series(log)
+    together = {key: settings.pop(key) for key in list(settings) if parallel(key)}
+    words = [json.dumps(values, sort_keys=True) for values in (settings, together)]
+    return words[0], machine_of(log.environment), ALONE if log.config.world_size == 1 else words[1]
 
 
 def weak_scaling(verdicts: Iterable[RunVerdict]) -> list[dict[str, Any]]:

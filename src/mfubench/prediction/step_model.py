@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 from mfubench.config import RunConfig
 from mfubench.decisions import ELEMENT_BYTES, fsdp_keeps_weights, shard_ranks
-from mfubench.flops import count_parameters
+from mfubench.flops import count_parameters, repeats_down
 from mfubench.prediction.card_rates import Rates, tile_share
 from mfubench.prediction.step_bytes import (
     GRADIENT_BYTES,
@@ -68,9 +68,12 @@ def model_matmuls(config: RunConfig) -> dict[str, tuple[int, int, int]]:
 def micro_step_matmuls(config: RunConfig) -> list[Matmul]:
     """All matmuls of one micro-step: forward, gradient of the input, gradient of the weight, recomputation."""
     tokens = config.micro_batch_size * config.seq_len
+    repeated = {"qkv", "o", "up"} if config.activation_checkpointing == "full" else set()
+    if repeated and repeats_down(config, config.kernels.weight_gradient):
+        repeated.add("down")
     matmuls = []
     for name, (inputs, outputs, count) in model_matmuls(config).items():
-        again = config.activation_checkpointing == "full" and name != "lm_head"
+        again = name in repeated
         matmuls += [
             Matmul(name, tokens, inputs, outputs, count * (2 if again else 1)),
             Matmul(name, tokens, outputs, inputs, count),
@@ -96,13 +99,20 @@ def matmul_seconds(matmul: Matmul, config: RunConfig, rates: Rates) -> float:
     return seconds + moved / (rates.operand_gb_s * 1e9)
 
 
+def attention_passes(config: RunConfig) -> float:
+    """Attention's matmuls over those of its forward pass: 2 there, 5 in the backward pass, which makes the scores anew.
+
+    Full checkpointing runs the forward pass again.
+    """
+    return 3.5 + (1.0 if config.activation_checkpointing == "full" else 0.0)
+
+
 def attention_seconds(config: RunConfig, rates: Rates) -> float:
     """Attention of one micro-step over all layers, forward and backward (and again forward when checkpointed)."""
     m = config.model
     scores = config.micro_batch_size * m.num_attention_heads * config.seq_len**2 / 2  # causal
     forward = 4 * m.head_dim * scores  # q.k and p.v, a multiply and an add each
-    passes = 3.5 + (1.0 if config.activation_checkpointing == "full" else 0.0)  # backward: 5 matmuls to forward's 2
-    flops = m.num_hidden_layers * passes * forward
+    flops = m.num_hidden_layers * attention_passes(config) * forward
     slowdown = rates.attention_slowdown(config.seq_len, m.head_dim)
     return flops * slowdown / (rates.attention_tflops(config.attention) * 1e12)
 

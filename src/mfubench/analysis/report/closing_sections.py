@@ -9,7 +9,7 @@ from mfubench.analysis.answer import answers
 from mfubench.analysis.extrapolation import Extrapolation, extrapolate
 from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.measures import LOSS_STEPS
+from mfubench.analysis.measures import FINAL_LOSS
 from mfubench.analysis.report.blocks import Block, Folded, Notice, Section, Table, Text
 from mfubench.analysis.statistics import Quartiles
 from mfubench.analysis.units import (
@@ -49,10 +49,7 @@ def runs_section(found: Findings) -> Section:
         )
     columns = ["case|", "status|", "world size", "micro-batch × accumulation", "tokens/s each: median (quartiles)"]
     columns += ["total tokens / total time", "palm", "matmul", "causal", "HFU", "MAMFU", "memory", "last loss"]
-    caption = (
-        f"All runs; MFU by every convention; last loss: the median of the last {LOSS_STEPS} steps, "
-        f"in a run of less than {4 * LOSS_STEPS} of its last quarter"
-    )
+    caption = f"All runs; MFU by every convention; last loss: {FINAL_LOSS}"
     table = Table(columns, rows, caption)
     problems: dict[str, int] = {}
     for name, judged in found.measures.items():
@@ -133,7 +130,7 @@ def extrapolation_section(found: Findings) -> Section:
         "Training steps alone, at total tokens over total time; evaluations, checkpoints and interruptions come on top."
     )
     notes += (
-        " The interval is that of the rate. Energy: the GPUs' mean power while steps ran, without host and cooling."
+        " The interval is that of the rate. Energy: the GPUs' median power while steps ran, without host and cooling."
     )
     notes += f" Money: {price:g} per GPU-hour." if price is not None else " No price per GPU-hour is set in the study."
     section.blocks.append(Text(notes))

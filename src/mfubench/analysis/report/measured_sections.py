@@ -12,7 +12,7 @@ from mfubench.analysis.figures import effects, ladder, loss, memory, mfu_over_ti
 from mfubench.analysis.figures.effects import no_difference_band
 from mfubench.analysis.figures.style import per_gpu
 from mfubench.analysis.findings import Findings
-from mfubench.analysis.measures import Measures
+from mfubench.analysis.measures import FINAL_LOSS, Measures
 from mfubench.analysis.report.blocks import Block, Figure, Notice, Section, Table, Text
 from mfubench.analysis.report.expectation_sections import MARKS
 from mfubench.analysis.scaling import ScalingPoint, words_of_shared_cores
@@ -218,8 +218,8 @@ def loss_section(found: Findings) -> Section:
     ]
     blocks: list[Block] = [Figure("loss", "Loss and gradient norm by optimizer step.", loss.draw)]
     if rows:
-        columns = ["run|", "steps", "first loss", "final loss (median of 20 steps)", "held-out loss at the end"]
-        blocks.append(Table(columns, rows, "Nats per token"))
+        columns = ["run|", "steps", "first loss", "final loss", "held-out loss at the end"]
+        blocks.append(Table(columns, rows, f"Nats per token; final loss: {FINAL_LOSS}"))
     return Section("loss", "Loss and gradients", blocks)
 
 
