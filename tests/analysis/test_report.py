@@ -403,3 +403,24 @@ def test_a_report_that_cannot_be_written_is_one_line(
 def test_inline_text_is_escaped():
     assert inline_html("a < b & `c<d>` **bold**") == ("a &lt; b &amp; <code>c&lt;d&gt;</code> <strong>bold</strong>")
     assert markdown_cell("a|b\nc") == "a\\|b c"
+
+
+def test_what_a_machine_has_no_room_for_is_said_once(changed_study: Path):
+    """A study for eight cards on two: what was left out takes a row or a sentence, not one for each case."""
+    declared = json.loads((changed_study / "study.json").read_text())
+    gone = {name for name in declared["cases"] if name.startswith(("tiers/", "training/"))}
+    for name in gone:
+        (changed_study / "runs" / f"{name}.json").unlink(missing_ok=True)
+    reason = "needs 8 processes a node, this machine holds 2"
+    declared["cases"] = {name: case for name, case in declared["cases"].items() if name not in gone}
+    declared["skipped"] |= dict.fromkeys(sorted(gone), reason)
+    write_json(changed_study / "study.json", declared)
+    assert len(gone) > 6
+    page_of(changed_study)
+    text = (changed_study / "report.md").read_text(encoding="utf-8")
+    assert f"Left out ({len(gone) + 1}): see Skipped arms and fallbacks." in text
+    (row,) = (line for line in text.splitlines() if line.startswith(f"| left out | {reason} |"))
+    assert row.count("`") == 2 * len(gone)
+    assert "Not measured, since a case of theirs was left out on this machine: " in text
+    assert not [line for line in text.splitlines() if "was left out" in line and line.startswith("|")]
+    assert re.search(r"^\d+ more are about cases that were left out on this machine\.$", text, re.MULTILINE)

@@ -96,10 +96,7 @@ def test_results_that_the_study_no_longer_declares_are_left_aside_and_named(chan
     found = Findings.of(changed_study)
     assert case_counts(found)["left over"] == 2
     rows = [row for block in left_out_section(found).blocks if isinstance(block, Table) for row in block.rows]
-    assert [row[:2] for row in rows if row[1] == "left over"] == [
-        ["`tiers/tier3`", "left over"],
-        ["`memory/5.1-limit`", "left over"],
-    ]
+    assert [row[2] for row in rows if row[0] == "left over"] == ["`tiers/tier3`, `memory/5.1-limit`"]
 
 
 def test_a_failure_of_a_case_that_is_no_longer_declared_is_none_of_the_study(changed_study: Path):
@@ -142,3 +139,14 @@ def test_keys_of_later_versions_are_passed_over(changed_study: Path):
     path = changed_study / "study.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "of_tomorrow": 1}))
     assert load_study(changed_study).name == "llama2-1.36b-80gb"
+
+
+def test_a_part_of_a_study_has_the_traces_that_the_workflow_has_not_kept_yet(changed_study: Path):
+    kept = changed_study / "traces" / "tiers" / "tier3.json.gz"
+    work = changed_study / "work" / "tiers" / "tier3" / "trace.json.gz"
+    work.parent.mkdir(parents=True)
+    work.write_bytes(kept.read_bytes())
+    assert load_study(changed_study, partial=True).traces["tiers/tier3"] == kept
+    kept.unlink()
+    assert load_study(changed_study, partial=True).traces["tiers/tier3"] == work
+    assert "tiers/tier3" not in load_study(changed_study).traces

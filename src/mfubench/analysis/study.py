@@ -162,7 +162,7 @@ def load_study(folder: Path | str, partial: bool = False) -> Study:
         ceilings=read_ceilings(folder / "ceilings.json") if (folder / "ceilings.json").exists() else None,
         runs=runs,
         limits=limits,
-        traces=dict(in_stage_order(find_traces(folder / "traces"))),
+        traces=dict(in_stage_order(find_traces(folder, partial))),
         failures={name: failure for name, failure in failures.items() if name not in runs and name not in limits},
         left_over=left_over,
     )
@@ -200,8 +200,12 @@ def read_runs(folder: Path) -> Iterator[tuple[str, RunLog]]:
         yield name, log
 
 
-def find_traces(folder: Path) -> Iterator[tuple[str, Path]]:
-    for path in folder.glob("*/*.json.gz"):
+def find_traces(folder: Path, partial: bool) -> Iterator[tuple[str, Path]]:
+    """Traces as the workflow keeps them; before it has, of a part of a study, those in the runs' work folders."""
+    if partial:
+        for path in (folder / "work").glob("*/*/**/trace.json.gz"):
+            yield "/".join(path.relative_to(folder / "work").parts[:2]), path
+    for path in (folder / "traces").glob("*/*.json.gz"):
         yield f"{path.parent.name}/{path.name.removesuffix('.json.gz')}", path
 
 

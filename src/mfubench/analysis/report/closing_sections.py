@@ -86,9 +86,10 @@ def left_out_section(found: Findings) -> Section:
     ]
     blocks: list[Block] = []
     if left_out:
-        blocks.append(Table(["case|", "what happened|", "why|"], left_out, "Cases without figures"))
+        rows = grouped(left_out)
+        blocks.append(Table(["what happened|", "why|", "cases|"], rows, "Cases without figures"))
     if fell_back:
-        rows = grouped_fallbacks(fell_back)
+        rows = grouped(fell_back)
         blocks.append(
             Table(["setting|", "asked → used: why|", "cases|"], rows, "Settings that ran otherwise than asked")
         )
@@ -100,12 +101,12 @@ def left_out_section(found: Findings) -> Section:
     return Section("left-out", "Skipped arms and fallbacks", blocks)
 
 
-def grouped_fallbacks(rows: list[list[str]]) -> list[list[str]]:
-    """One row for each setting and reason, with the cases it concerns."""
+def grouped(rows: list[list[str]]) -> list[list[str]]:
+    """[case, what, why] -> [what, why, the cases it concerns], one row for all cases of the same words."""
     cases: dict[tuple[str, str], list[str]] = {}
-    for case, setting, note in rows:
-        cases.setdefault((setting, note), []).append(case)
-    return [[setting, note, ", ".join(names)] for (setting, note), names in cases.items()]
+    for case, what, why in rows:
+        cases.setdefault((what, why), []).append(case)
+    return [[what, why, ", ".join(names)] for (what, why), names in cases.items()]
 
 
 def extrapolation_section(found: Findings) -> Section:

@@ -23,8 +23,10 @@ KINDS = {
 
 def expected_section(found: Findings) -> Section:
     section = Section("expected", "Expected against measured")
-    primary = [row for row in found.comparisons if row.rank == "primary"]
-    further = [row for row in found.comparisons if row.rank == "further"]
+    left_out = found.study.left_out()
+    possible = [row for row in found.comparisons if row.case not in left_out]
+    primary = [row for row in possible if row.rank == "primary"]
+    further = [row for row in possible if row.rank == "further"]
     counts = Counter(row.verdict for row in primary)
     words = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
     section.blocks.append(
@@ -34,6 +36,8 @@ def expected_section(found: Findings) -> Section:
             "hours are judged only on the machine they were stated for. A single figure stands for 5 % to either side."
         )
     )
+    if missed := len(found.comparisons) - len(possible):
+        section.blocks.append(Text(f"{missed} more are about cases that were left out on this machine."))
     judged = [row for row in primary if row.verdict != "not comparable"]
     elsewhere = [row for row in primary if row.verdict == "not comparable"]
     if judged:

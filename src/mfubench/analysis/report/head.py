@@ -12,6 +12,8 @@ from mfubench.analysis.findings import Findings
 from mfubench.analysis.report.audit_section import audit_of, verdict_of
 from mfubench.words import number_of
 
+FEW = 6  # cases that a machine had no room for, named at once: more have their place at the end
+
 
 def head_facts(found: Findings) -> dict[str, Any]:
     """What the templates show above the first section.
@@ -85,7 +87,9 @@ def lacking_words(found: Findings, covered: int, declared: int) -> str:
     lacking = {"Missing": study.missing(), "Left out": study.left_out(), "Failed": list(study.failures)}
     for what, names in lacking.items():
         if names:
-            words += f" {what} ({len(names)}): {', '.join(f'`{name}`' for name in names)}."
+            few = len(names) <= FEW or what != "Left out"
+            named = ", ".join(f"`{name}`" for name in names) if few else "see Skipped arms and fallbacks"
+            words += f" {what} ({len(names)}): {named}."
     return words
 
 

@@ -71,11 +71,21 @@ def effects_section(found: Findings) -> Section:
         caption = "Arm over control"
         if found.expectations:
             caption += "; where the testing guide expects a single figure it stands for 3 points to either side"
-        rows = [effect_row(effect, found.expectations) for effect in found.effects]
-        blocks.append(Table(columns, rows, caption))
+        left_out = [effect for effect in found.effects if is_of_left_out(effect, found)]
+        rows = [effect_row(effect, found.expectations) for effect in found.effects if effect not in left_out]
+        if rows:
+            blocks.append(Table(columns, rows, caption))
+        if left_out:
+            names = ", ".join(effect.name for effect in left_out)
+            blocks.append(Text(f"Not measured, since a case of theirs was left out on this machine: {names}."))
     alt = "Rates of the baseline and tier cases in order, with the change from each to the next."
     blocks.append(Figure("ladder", alt, ladder.draw))
     return Section("effects", "What each optimisation is worth", blocks)
+
+
+def is_of_left_out(effect: Effect, found: Findings) -> bool:
+    """Whether an effect could not be measured on this machine, before anything ran."""
+    return effect.difference is None and not {effect.arm, effect.control}.isdisjoint(found.study.left_out())
 
 
 def expected_words(effect: Effect, expectations: Expectations | None) -> str:
