@@ -32,7 +32,7 @@ def test_every_figure_of_readme_stands_on_the_page() -> None:
 def test_a_cell_says_where_auto_took_another_attention() -> None:
     """Qwen3's micro-batch 2 ran cuDNN's attention, its control FlashAttention-3: worth of both."""
     (row,) = (row for row in measured_page.claim_table().splitlines() if row.startswith("| micro-batch 2 instead of 6"))
-    assert re.search(r"−10\.4 % \(.*?\), attention fa3 → cudnn <sup>d</sup>", row)
+    assert re.search(r"−10\.4 % \(.*?\), attention fa3 → cudnn <sup>[a-z]</sup>", row)
 
 
 def test_rows_without_a_result_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

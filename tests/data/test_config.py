@@ -58,6 +58,15 @@ def test_family_fills_in_what_is_not_stated() -> None:
     assert (config.revision, config.vocab_size, config.eos_token) == (facts["revision"], 32000, "</s>")
 
 
+def test_a_family_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of tokenizers.yaml adds a family, with as many facts as it has."""
+    with pytest.raises(ConfigError, match=r"family 'mine' has no row in tokenizers\.yaml, which has gpt2, llama2"):
+        tokenizer_from_json('{"kind": "folder", "family": "mine", "path": "x"}')
+    monkeypatch.setitem(families(), "mine", {"vocab_size": 300, "eos_token": "<end>"})
+    config = tokenizer_from_json('{"kind": "folder", "family": "mine", "path": "x"}')
+    assert (config.vocab_size, config.eos_token, config.vocabulary_sha256) == (300, "<end>", None)
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [

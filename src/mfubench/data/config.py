@@ -28,7 +28,6 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from mfubench.complaints import explain_all
 from mfubench.config import ConfigError, Strict
 
-Family = Literal["gpt2", "llama2", "llama3", "qwen3"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Revision = Annotated[str, Field(pattern=r"^[A-Za-z0-9._/-]+$")]
 HubId = Annotated[str, Field(pattern=r"^[\w.-]+(/[\w.-]+)?$", description="owner/name on the hub")]
@@ -107,7 +106,7 @@ DatasetConfig = Annotated[EmbeddedDataset | LocalDataset | HubDataset, Field(dis
 
 @functools.cache
 def families() -> dict[str, dict[str, Any]]:
-    """The rows of tokenizers.yaml: facts about the four tokenizers that the presets use."""
+    """The rows of tokenizers.yaml: facts about the tokenizers that the presets use, and others that are added."""
     return yaml.safe_load(Path(__file__).with_name("tokenizers.yaml").read_text(encoding="utf-8"))
 
 
@@ -123,7 +122,7 @@ class BpeTokenizer(JsonConfig):
 class ExistingTokenizer(JsonConfig):
     """Checks that a tokenizer from elsewhere must pass. What is null is not checked."""
 
-    family: Family | None = Field(None, description="row of tokenizers.yaml that fills in what is not stated")
+    family: str | None = Field(None, description="row of tokenizers.yaml that fills in what is not stated")
     eos_token: str | None = Field(None, description="ends each document; null: as tokenizer_config.json says")
     vocab_size: int | None = Field(None, ge=1, description="largest id + 1")
     sha256: Sha256 | None = Field(None, description="of the downloaded or given file, byte by byte")
@@ -136,6 +135,12 @@ class ExistingTokenizer(JsonConfig):
             return values
         facts = families()[values["family"]]
         return {key: facts[key] for key in cls.model_fields if key in facts} | values
+
+    @model_validator(mode="after")
+    def check_family(self) -> ExistingTokenizer:
+        if self.family is not None and self.family not in families():
+            raise ValueError(f"family {self.family!r} has no row in tokenizers.yaml, which has {', '.join(families())}")
+        return self
 
 
 class HubTokenizer(ExistingTokenizer):

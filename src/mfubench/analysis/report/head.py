@@ -87,8 +87,8 @@ def lacking_words(found: Findings, covered: int, declared: int) -> str:
     lacking = {"Missing": study.missing(), "Left out": study.left_out(), "Failed": list(study.failures)}
     for what, names in lacking.items():
         if names:
-            few = len(names) <= FEW or what != "Left out"
-            named = ", ".join(f"`{name}`" for name in names) if few else "see Skipped arms and fallbacks"
+            many = what == "Left out" and len(names) > FEW
+            named = "see Skipped arms and fallbacks" if many else ", ".join(f"`{name}`" for name in names)
             words += f" {what} ({len(names)}): {named}."
     return words
 
