@@ -23,8 +23,8 @@ def test_every_figure_of_readme_stands_on_the_page() -> None:
     readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/measured.md"))
     measured = re.search(r"^## Measured$(.*?)^## ", readme, re.DOTALL | re.MULTILINE)
     assert measured is not None
-    rows = [row for row in measured[1].splitlines() if row.startswith("|")]
-    figures = [figure for row in rows for figure in re.findall(r"[+−]?\d+\.\d+ %|\d+,\d{3}|\b1\.\d{3}\b", row)]
+    words = re.sub(r"!\[.*?\]", "", measured[1])  # a picture's words are rounded
+    figures = re.findall(r"[+−]?\d+\.\d+ %|\d+,\d{3}|\b1\.\d{3}\b", words)
     assert len(figures) > 40
     assert [figure for figure in figures if figure not in page] == []
 
