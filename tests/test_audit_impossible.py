@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,36 @@ def test_a_gpu_run_waits_for_its_card_not_for_cores() -> None:
 def test_a_load_that_nobody_sampled_says_nothing() -> None:
     for telemetry in (None, {}, {"host": {}}, {"host": {"cpu_percent": {"median": 100.0}, "run_cores": None}}):
         assert contention(telemetry, 2, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "key"),
+    [
+        ({"host": 1}, "telemetry.host: "),
+        ({"host": {"cpu_percent": {"mean": 3}, "run_cores": {"mean": 1}}}, "telemetry.host.cpu_percent.median: "),
+        ({"host": {"cpu_percent": -1, "run_cores": {"median": 1.0}}}, "telemetry.host.cpu_percent: "),
+        ({"host": {"cpu_percent": {"median": None}}}, "telemetry.host.cpu_percent.median: "),
+        ({"host": {"cpu_percent": {"median": -1.0}}}, "telemetry.host.cpu_percent.median: "),
+        ({"gpus": -1}, "telemetry.gpus: "),
+        ({"gpus": [{"power_w": 640.0}]}, "telemetry.gpus.0.power_w: "),
+        ({"throttled": {"power_cap": {"steps": 1}}}, "telemetry.throttled.power_cap.share: "),
+        ({"hosts": {}}, "telemetry.hosts: "),
+    ],
+    ids=str,
+)
+def test_a_summary_of_samples_that_is_none_is_refused_by_its_key(tmp_path: Path, telemetry: object, key: str) -> None:
+    path = tmp_path / "run.json"
+    write_json(path, make_run_log(device="cpu").model_dump(mode="json") | {"telemetry": telemetry})
+    with pytest.raises(ConfigError, match=f"run.json: is not a run JSON of this version: {re.escape(key)}"):
+        read_run_log(path)
+
+
+def test_a_card_whose_allocator_tells_half_is_refused(tmp_path: Path) -> None:
+    values = make_run_log().model_dump(mode="json")
+    values["memory"][0]["peak_reserved_gib"] = None
+    write_json(tmp_path / "run.json", values)
+    with pytest.raises(ConfigError, match=r"memory\.0: peak_allocated_gib and peak_reserved_gib: one of them is null"):
+        read_run_log(tmp_path / "run.json")
 
 
 # --- several folders --------------------------------------------------------------------------------------------------

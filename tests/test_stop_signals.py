@@ -49,3 +49,15 @@ def test_handlers_are_those_of_before_afterwards(number):
     with on_stop(seen.append):
         os.kill(os.getpid(), number)
     assert seen == [number] and signal.getsignal(number) is before
+
+
+def test_a_process_that_listens_once_is_ended_before_and_deaf_afterwards():
+    before, after = listen_once_in_a_process("before"), listen_once_in_a_process("after")
+    assert (before, after) == (-signal.SIGTERM, 7)
+
+
+def listen_once_in_a_process(moment: str) -> int:
+    stop = "os.kill(os.getpid(), signal.SIGTERM)"
+    lines = ["import os, signal, sys", "from mfubench.stop_signals import listen_once, on_stop", "listen_once()"]
+    lines += [stop] * (moment == "before") + ["with on_stop(lambda number: None): pass"]
+    return subprocess.run([sys.executable, "-c", "\n".join([*lines, stop, "sys.exit(7)"])], timeout=60).returncode

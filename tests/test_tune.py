@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shlex
 import sys
@@ -19,9 +20,10 @@ from mfubench.cli import app
 from mfubench.config import ConfigError, KernelsConfig
 from mfubench.experiments import build_run, parse_overrides
 from mfubench.run_log import read_run_log
+from mfubench.tune import trials
 from mfubench.tune.search import GAIN, LARGEST_ACCUMULATION, Search, Setting, Space, Trial
 from mfubench.tune.table import command, format_trials
-from mfubench.tune.trials import Request, check_request, run_of
+from mfubench.tune.trials import Request, check_request, fingerprint, run_of
 
 PARALLELISMS = ("ddp", "zero1", "fsdp")
 CHECKPOINTINGS = ("none", "selective", "full")
@@ -327,6 +329,26 @@ def test_one_real_trial_is_made_once(tmp_path, monkeypatch):
     result = json.loads((folder / "tune.json").read_text())
     assert result["trials"][0]["cached"]
     assert result["best"]["setting"]["micro_batch_size"] == 1
+
+
+def test_a_trial_of_other_threads_or_power_limits_is_none_of_this_search(tmp_path, monkeypatch):
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    on_cpu, on_cards = make_request(tmp_path), make_request(tmp_path, on_cards=True)
+
+    def places(request, change, values) -> list[str]:
+        found = []
+        for value in values:
+            change(value)
+            found.append(fingerprint(request))
+        return found
+
+    one, two, again = places(on_cpu, lambda threads: monkeypatch.setenv("OMP_NUM_THREADS", threads), ("1", "2", "1"))
+    assert one == again != two
+    monkeypatch.setattr(trials, "visible_cards", lambda: ["0"])
+    limits = (600.0, 700.0, None, 600.0)
+    changed = places(on_cards, lambda watts: monkeypatch.setattr(trials, "power_limit_w", lambda card: watts), limits)
+    assert len(set(changed)) == 3 and changed[0] == changed[-1]
 
 
 def test_a_trial_ends_with_the_budget_and_nothing_is_said_to_fit_or_not(tmp_path):

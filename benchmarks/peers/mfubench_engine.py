@@ -66,7 +66,7 @@ def describe(record: Record, log: RunLog) -> None:
         f"AdamW, fused, betas {(optimizer.beta1, optimizer.beta2)}, weight decay {[0.0, optimizer.weight_decay]}"
     )
     record.variables = log.environment.variables
-    record.telemetry = log.telemetry
+    record.telemetry = dict(log.telemetry) if log.telemetry is not None else None
     if log.memory:
         record.peak_allocated_gib = log.memory[0].peak_allocated_gib
         record.peak_reserved_gib = log.memory[0].peak_reserved_gib

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from mfubench.ceilings.schema import Ceilings
 from mfubench.run_log import RunLog
+from mfubench.telemetry_record import Telemetry
 
 LACKING = 0.25  # of the cores that its threads could use, which a run did not get: less is waiting of its own
 
@@ -49,13 +49,13 @@ def contention_of_ceilings(ceilings: Ceilings, cores: int) -> Contention | None:
     return contention(ceilings.telemetry, ceilings.threads, cores) if ceilings.device == "cpu" else None
 
 
-def contention(telemetry: dict[str, Any] | None, threads: int, cores: int) -> Contention | None:
+def contention(telemetry: Telemetry | None, threads: int, cores: int) -> Contention | None:
     """As `contention_of_run`, of any telemetry summary: `threads` could have used as many of the machine's `cores`.
 
     Both must hold: the measured processes got clearly fewer cores than they have threads, and the machine had none
     idle that they could have had instead.
     """
-    host = (telemetry or {}).get("host") or {}
+    host = telemetry.get("host", {}) if telemetry is not None else {}
     load, own = host.get("cpu_percent"), host.get("run_cores")
     if not load or not own:
         return None

@@ -20,6 +20,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from mfubench.config import ConfigError, RunConfig
 from mfubench.flops import count_parameters
 from mfubench.result_files import read_text
+from mfubench.telemetry_record import Telemetry
 
 Artifact = TypeVar("Artifact", bound=BaseModel)
 
@@ -158,6 +159,12 @@ class RankMemory(Record):
     peak_rss_gib: Size
     allocator_retries: Count | None = None
 
+    @model_validator(mode="after")
+    def allocator_tells_both(self) -> Self:
+        if (self.peak_allocated_gib is None) != (self.peak_reserved_gib is None):
+            raise ValueError("peak_allocated_gib and peak_reserved_gib: one of them is null; give both or none")
+        return self
+
 
 class GradientStatistics(Record):
     """Per-layer gradients before clipping and zeroing."""
@@ -207,7 +214,7 @@ class RunLog(Record):
     gradient_statistics: list[GradientStatistics] = []
     memory: list[RankMemory] = []
     kernels: Kernels | None = None
-    telemetry: dict[str, Any] | None = None
+    telemetry: Telemetry | None = None
     resumes: list[Resume] = []
     sample: str | None = None
     stopped_early: str | None = None  # adaptive length: why the run ended before max_iters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -11,17 +12,34 @@ from typing import Any
 STOPPED = 75  # exit code of a run that was stopped on request: EX_TEMPFAIL of sysexits.h, try again
 
 
+def listen_once() -> None:
+    """For a process that is there for one run alone: a signal ends it before the run (before `on_stop`), as any
+    process, and changes nothing after it. What the run made is made, and how it ended is for the exit code to say.
+    """
+    signal.signal(signal.SIGTERM, end_at_once)
+
+
+def end_at_once(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
 @contextlib.contextmanager
 def on_stop(act: Callable[[int], object]) -> Iterator[None]:
-    """While the block runs, SIGTERM and SIGINT call `act` with their number. Main thread only."""
+    """While the block runs, SIGTERM and SIGINT call `act` with their number. Main thread only.
+
+    Afterwards they do what they did before or, in a process that is to `listen_once`, nothing.
+    """
     previous = {
         number: signal.signal(number, lambda number, frame: act(number)) for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
         yield
     finally:
+        over = previous[signal.SIGTERM] is end_at_once
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            # SIG_IGN and no function: Python gives those up before it has gone down itself
+            signal.signal(number, signal.SIG_IGN if over else handler)
 
 
 def run_handing_on(

@@ -13,10 +13,13 @@ from mfubench.config import ConfigError
 from mfubench.job import add_job_arguments, cards_for_job, write_stamp
 from mfubench.slurm import needs_step, run_step
 from mfubench.stop_signals import STOPPED, run_handing_on
-from mfubench.train.arguments import paths_of, read_config
+from mfubench.train.arguments import Paths, paths_of, read_config
 from mfubench.train.checkpoint_folders import print_way_on
-from mfubench.train.failures import remove_stale
+from mfubench.train.failures import how_ended, record_out_of_memory, remove_stale
+from mfubench.train.ranks import OUT_OF_MEMORY_KILLER, count_oom_kills
 from mfubench.train.watchdog import JOB
+
+KILLED = " (on a CPU mostly by the kernel for want of memory: with memory_cap_gib that is a result and no failure)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code == 0:
             write_stamp(arguments)
         if code < 0:  # else the launcher itself has said how the run ended
-            print(f"error: the training process was killed by {signal.Signals(-code).name}", file=sys.stderr)
+            advice = KILLED if code == -signal.SIGKILL else ""
+            print(f"error: the training process {how_ended(code)}{advice}", file=sys.stderr)
         if code < 0 or code == STOPPED:
             print_way_on(paths_of(arguments).checkpoints)
         return code
@@ -75,8 +79,10 @@ def start_training(
     """Run the engine in a process of its own, pass signals on to it, and return its exit code.
 
     0: a run JSON was written (ok, oom, diverged or skipped); 75: stopped with a checkpoint, by SIGTERM or after
-    `patience_s` seconds; else failed.
+    `patience_s` seconds; else failed. A lone rank shares the launcher's process: where the kernel killed that for want
+    of memory, nobody but this process is left to write the result.
     """
+    oom_kills = count_oom_kills()
     command = [sys.executable, "-m", "mfubench.train.launch", "--config", config, "--data", str(data)]
     command += ["--work", str(work), "--output", str(output), "--resume", resume]
     if tokenizer is not None:
@@ -87,4 +93,11 @@ def start_training(
         command += ["--start-from", str(start_from)]
     # own session: a terminal's Ctrl-C reaches this process alone, which hands it on once
     environment = os.environ | {JOB: str(os.getpid())}
-    return run_handing_on(command, patience_s=patience_s, env=environment, start_new_session=True)
+    code = run_handing_on(command, patience_s=patience_s, env=environment, start_new_session=True)
+    paths = Paths(data, work, output)
+    alone = code == -signal.SIGKILL and read_config(config).world_size == 1
+    if alone and count_oom_kills() > oom_kills and paths.partial.exists():
+        log = record_out_of_memory(paths, f"the process {how_ended(code)}: {OUT_OF_MEMORY_KILLER}")
+        print(f"{log.name}: oom ({log.reason})", file=sys.stderr)
+        return 0
+    return code

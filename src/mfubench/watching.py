@@ -20,6 +20,7 @@ from mfubench import result_files
 from mfubench.config import ConfigError
 from mfubench.result_files import is_run_log, study_of
 from mfubench.run_log import RunLog, Step, read_run_log, read_steps
+from mfubench.telemetry_record import CardTelemetry
 from mfubench.train.arguments import work_by_hand
 from mfubench.train.progress import describe, live_values, palm_mfu_of
 
@@ -148,7 +149,7 @@ def view_of_log(log: RunLog) -> View:
         live = live_values(log, fullest, fullest.peak_allocated_gib, factor)
         live |= {"status": log.status, "stopped_early": log.stopped_early}
     state = f"{log.status}: {log.reason}" if log.reason else words_of_end(log.status, log.stopped_early)
-    cards = [flatten_card(card) for card in (log.telemetry or {}).get("gpus", [])]
+    cards = [flatten_card(card) for card in log.telemetry.get("gpus", [])] if log.telemetry is not None else []
     held_out = log.evaluations[-1].loss if log.evaluations else None
     return View(log.name, state, True, live, log.steps, factor, log.config.world_size, cards, held_out)
 
@@ -160,7 +161,7 @@ def words_of_end(status: str, stopped_early: str | None) -> str:
     return "finished" if stopped_early is None else f"finished early: {stopped_early}"
 
 
-def flatten_card(card: dict[str, Any]) -> dict[str, Any]:
+def flatten_card(card: CardTelemetry) -> dict[str, Any]:
     """A card's summary as one sample: the median of every spread."""
     return {key: value.get("median") if isinstance(value, dict) else value for key, value in card.items()}
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -82,7 +83,7 @@ def test_a_killed_run_is_gone_on_from_or_replaced_as_its_user_says(data, tmp_pat
     _, stderr = process.communicate(timeout=60)
     last = latest(work / "checkpoints")
     assert process.returncode != 0 and last is not None
-    assert "error: the training process was killed by SIGKILL" in stderr
+    assert "error: the training process was killed by SIGKILL (on a CPU mostly by the kernel for want of" in stderr
     assert f"checkpoint: {last};" in stderr and "--resume" in stderr
 
     done = int(last.name.removeprefix("step-"))
@@ -119,6 +120,22 @@ def test_ctrl_c_in_a_terminal_stops_with_a_checkpoint(data, tmp_path, ranks):
     done = int(last.name.removeprefix("step-"))
     code, stderr = call(data, output, f"max_iters={done + 1}", f"world_size={ranks}", longer_steps, "--resume")
     assert code == 0 and [resume.step for resume in read_run_log(output).resumes] == [done], stderr
+
+
+def test_a_run_in_somebodys_step_is_made_and_its_path_is_there(data, tmp_path):
+    """A shell on the second node of a job, of which the run is no part; sigterms after its end change nothing."""
+    surroundings = environment(SLURM_JOB_ID="1", SLURM_STEP_ID="0", SLURM_NODEID="1", SLURM_NNODES="2")
+    output = tmp_path / "run.json"
+    process = subprocess.Popen(
+        command_line(data, output, "max_iters=2"), env=surroundings, stdout=subprocess.PIPE, text=True
+    )
+    while not output.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.01)
+    assert (process.wait(), process.stdout.read()) == (0, f"{output}\n")
 
 
 @pytest.mark.faults

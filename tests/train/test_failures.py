@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
+from train.test_resume import ranks_of
 from train.train_runs import (
     environment,
     finish_run,
@@ -25,8 +30,10 @@ from train.train_runs import (
 from mfubench.config import ConfigError
 from mfubench.run_log import read_run_log
 from mfubench.train import checkpoint_folders, failures
+from mfubench.train import ranks as ranks_module
 from mfubench.train.launch import main
 from mfubench.train.lock import sole_writer
+from mfubench.training_job import start_training
 
 # The launcher in one process with its rank, whose data stop coming
 HANG = """
@@ -159,6 +166,68 @@ def test_a_memory_cap_makes_large_batches_out_of_memory(data, tmp_path):
     assert small.status == "ok"
     large = run(tiny_config(memory_cap_gib=1.0, micro_batch_size=60_000, max_iters=2), data, tmp_path / "large")
     assert large.status == "oom", large.reason
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("ranks", [{}, TWO_RANKS], ids=["one", "two"])
+def test_a_memory_cap_below_what_a_process_holds_is_out_of_memory_at_once(ranks, data, tmp_path):
+    log = run(tiny_config(memory_cap_gib=0.05, max_iters=2, **ranks), data, tmp_path)
+    assert log.status == "oom" and log.steps == []
+    assert re.search(r"MemoryError: memory_cap_gib: 0\.05: the process held 0\.\d\d GiB before", log.reason)
+
+
+def test_a_thread_that_cannot_be_started_is_out_of_memory_where_that_is_capped(monkeypatch):
+    errors = [RuntimeError("unable to start watchdog thread"), RuntimeError("can't start new thread")]
+    assert [failures.classify(error) for error in errors] == ["error", "error"]
+    monkeypatch.setattr(failures, "memory_is_capped", lambda: True)
+    assert [failures.classify(error) for error in errors] == ["oom", "oom"]
+
+
+@pytest.mark.faults
+def test_a_lone_process_that_the_kernel_killed_for_want_of_memory_is_a_result(data, tmp_path, monkeypatch):
+    """The kernel's count stands in for its killer, which would not take this process alone."""
+    count = tmp_path / "memory.events"
+    count.write_text("oom 0\noom_kill 3\n")
+    monkeypatch.setattr(ranks_module, "OOM_KILLS", (tmp_path / "no such file", count))
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    paths = {"data": data, "output": tmp_path / "run.json"}
+    config = tiny_config(max_iters=100_000).to_json()
+
+    def killed(work, oom_kills: int) -> int:
+        def kill() -> None:
+            wait_until(lambda: (work / "live.json").exists(), 120)
+            count.write_text(f"oom_kill {oom_kills}\n")
+            children = psutil.Process().children()
+            os.kill(next(one.pid for one in children if str(work) in one.cmdline()), signal.SIGKILL)
+
+        with ThreadPoolExecutor(1) as pool:
+            killer = pool.submit(kill)
+            code = start_training(config, work=work, resume="never", **paths)
+            killer.result()
+        return code
+
+    assert killed(tmp_path / "by somebody", 3) == -signal.SIGKILL and not paths["output"].exists()
+    assert killed(tmp_path / "by the kernel", 4) == 0
+    log = read_run_log(paths["output"])
+    assert log.status == "oom" and log.steps
+    assert log.reason == "the process was killed by SIGKILL: the kernel's out-of-memory killer was at work"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("ranks", [{}, TWO_RANKS], ids=["one", "two"])
+def test_a_run_that_was_paused_goes_on(ranks, data, tmp_path):
+    config = tiny_config(max_iters=1000, **ranks)
+    process = start_run(config, data, tmp_path, MFUBENCH_TIMEOUT_S="5")
+    wait_until(lambda: (tmp_path / "live.json").exists(), 120)
+    paused = [process.pid, *(ranks_of(process.pid) if ranks else [])]
+    for number, seconds in ((signal.SIGSTOP, 7), (signal.SIGCONT, 0)):
+        for pid in paused:
+            os.kill(pid, number)
+        time.sleep(seconds)
+    code, stderr = finish_run(process)
+    assert code == 0, stderr
+    log = read_run_log(tmp_path / "run.json")
+    assert len(log.steps) == 1000 and max(step.step_time_s for step in log.steps) > 6
 
 
 @pytest.mark.faults
@@ -339,6 +408,7 @@ def test_a_timeout_that_is_none_is_refused_before_anything_begins(text, data, tm
 def test_a_run_of_one_process_takes_no_place_among_the_ranks_of_its_surroundings(data, tmp_path):
     """A shell inside somebody's torchrun or SLURM step has such variables."""
     strange = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MFUBENCH_LAUNCHER": "999999"}
+    strange |= {"SLURM_NODEID": "1", "SLURM_NNODES": "2"}
     code, stderr = finish_run(start_run(tiny_config(max_iters=2), data, tmp_path, **strange))
     assert code == 0, stderr
     assert len(read_run_log(tmp_path / "run.json").steps) == 2

@@ -3,8 +3,11 @@
 import os
 
 import pytest
+from train.train_runs import run_arguments, tiny_config
 
-from mfubench.train.ranks import threads_of_a_rank
+from mfubench.config import ConfigError
+from mfubench.train.launch import main
+from mfubench.train.ranks import node_rank, threads_of_a_rank
 
 
 @pytest.mark.parametrize(
@@ -35,3 +38,27 @@ def test_fewer_threads_for_one_library_are_fewer_for_both(name, monkeypatch):
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, "1")
     assert threads_of_a_rank(2) == {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("name", ["SLURM_NODEID", "GROUP_RANK"])
+def test_a_node_has_a_place_where_a_run_has_several(name, monkeypatch):
+    for other in ("SLURM_NODEID", "GROUP_RANK"):
+        monkeypatch.delenv(other, raising=False)
+    one, two = tiny_config(), tiny_config(world_size=2, nnodes=2)
+    with pytest.raises(ConfigError, match="nnodes is 2: start the run once on each node"):
+        node_rank(two)
+    monkeypatch.setenv(name, "1")
+    assert (node_rank(one), node_rank(two)) == (0, 1)
+    for wrong in ("x", "2", "-1"):
+        monkeypatch.setenv(name, wrong)
+        assert node_rank(one) == 0
+        with pytest.raises(ConfigError, match=f"{name} is '{wrong}': the nodes of a run with nnodes 2 are 0 to 1"):
+            node_rank(two)
+
+
+def test_a_place_that_is_none_is_told_before_anything_begins(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_NODEID", raising=False)
+    monkeypatch.setenv("GROUP_RANK", "x")
+    config = tiny_config(world_size=2, micro_batch_size=4, nnodes=2)
+    assert main(run_arguments(config, data, tmp_path / "work")) == 1
+    assert capsys.readouterr().err.startswith("error: GROUP_RANK is 'x': ") and not (tmp_path / "work").exists()

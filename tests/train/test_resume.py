@@ -268,6 +268,39 @@ def test_sigkill_of_a_rank_is_told_with_the_checkpoint_to_go_on_from(data, tmp_p
     assert f"checkpoint: {tmp_path / 'checkpoints' / 'step-000005'}; " in stderr and "--resume" in stderr
 
 
+def stop_again_and_again(process, pids) -> int:
+    """SIGTERM to each of the processes until the first one has ended; its exit code."""
+    while process.poll() is None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        time.sleep(0.01)
+    return finish_run(process)[0]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sigterm_changes_nothing_once_the_run_json_is_whole(world_size, data, tmp_path):
+    process = start_run(tiny_config(world_size=world_size, micro_batch_size=4), data, tmp_path)
+    ranks = []
+    while not (tmp_path / "run.json").exists():
+        assert process.poll() is None
+        ranks = ranks_of(process.pid) if world_size > 1 else []
+        time.sleep(0.01)
+    assert stop_again_and_again(process, [process.pid, *ranks]) == 0
+    assert read_run_log(tmp_path / "run.json").status == "ok"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sigterm_that_comes_again_and_again_is_one_stop(world_size, data, tmp_path):
+    process = start_run(tiny_config(max_iters=100_000, world_size=world_size, micro_batch_size=4), data, tmp_path)
+    wait_for_step(tmp_path, 10, process)
+    ranks = ranks_of(process.pid) if world_size > 1 else []
+    assert stop_again_and_again(process, [process.pid, *ranks]) == 75
+    assert (tmp_path / "stopped.json").exists() and latest(tmp_path / "checkpoints") is not None
+
+
 @pytest.mark.faults
 @pytest.mark.slow
 def test_sigkill_of_the_launcher_ends_its_ranks(two_ranks, data, tmp_path):

@@ -2,7 +2,9 @@
 
 import sys
 
+from mfubench.stop_signals import listen_once
 from mfubench.training_job import main
 
 if __name__ == "__main__":
+    listen_once()
     sys.exit(main())

@@ -83,6 +83,7 @@ def relative_uncertainty(found: Findings, runs: Sequence[Measures]) -> float:
 
 def power_of_a_gpu_w(judged: Measures) -> float | None:
     """Mean over the GPUs of the median power while steps ran, W; None where nobody sampled it."""
-    cards = (judged.log.telemetry or {}).get("gpus") or []
-    medians = [card["power_w"]["median"] for card in cards if card.get("power_w")]
+    telemetry = judged.log.telemetry
+    spreads = [card.get("power_w") for card in telemetry.get("gpus", [])] if telemetry is not None else []
+    medians = [spread["median"] for spread in spreads if spread is not None]
     return sum(medians) / len(medians) if medians else None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from mfubench.run_log import read_artifact
+from mfubench.telemetry_record import Telemetry
 
 Product = Literal["forward", "input_gradient", "weight_gradient"]
 Arithmetic = Literal["bf16", "fp16", "tf32", "fp32"]
@@ -112,7 +113,7 @@ class Ceilings(Record):
     collectives: list[CollectiveRate] = []
     collectives_skipped: dict[str, str] = {}  # "exchange over 2" and the like -> why it could not be measured
     topology: str | None = None  # `nvidia-smi topo -m`
-    telemetry: dict[str, Any] | None = None  # clocks, power, temperature and throttling while measuring
+    telemetry: Telemetry | None = None  # clocks, power, temperature and throttling while measuring
 
     def measured_dtypes(self) -> list[str]:
         """Arithmetics with a large matmul: bf16, fp16, tf32, fp32."""

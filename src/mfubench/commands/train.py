@@ -36,6 +36,7 @@ def train(
     from mfubench.config import ConfigError
     from mfubench.experiments import build_run, parse_overrides
     from mfubench.lease import visible_cards
+    from mfubench.stop_signals import listen_once
     from mfubench.train.arguments import work_by_hand
     from mfubench.train.checkpoint_folders import latest
     from mfubench.training_job import main
@@ -73,7 +74,8 @@ def train(
     if start_from is not None:
         arguments += ["--start-from", str(start_from)]
     arguments += ["--resume", "auto" if resume else "never"]
+    listen_once()
     code = main(arguments)
-    if code == 0:
+    if code == 0 and output.exists():  # of several nodes the first one writes it
         typer.echo(f"run JSON: {output} (another run without --output replaces it)" if output == DEFAULT else output)
     raise typer.Exit(code)

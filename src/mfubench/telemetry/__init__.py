@@ -14,10 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import cast
 
 from mfubench.telemetry import sampler_process
 from mfubench.telemetry.summary import Interval, read_samples, summarize_samples
+from mfubench.telemetry_record import Telemetry
 
 START_TIMEOUT_S = 20.0  # a driver that hangs costs the samples, not the run
 
@@ -76,7 +77,7 @@ class Sampler:
             process.wait()
         process.stdout.close()
 
-    def summarize(self, step_intervals: Sequence[Interval]) -> dict[str, Any]:
+    def summarize(self, step_intervals: Sequence[Interval]) -> Telemetry:
         """What the samples say of these steps, (start, end) in unix seconds; may be asked while sampling goes on.
 
         Keys: gpus (spread of power, clocks, temperature, utilisation by card), throttled (reason -> steps), host,
@@ -85,7 +86,7 @@ class Sampler:
         if not self.path.exists():
             return {"samples": 0, "problem": "the sampling process did not start"}
         header, samples = read_samples(self.path)
-        return summarize_samples(header, samples, step_intervals)
+        return cast(Telemetry, summarize_samples(header, samples, step_intervals))
 
 
 def root_of_run() -> int:

@@ -9,6 +9,7 @@ second and end their processes, whatever collective they are stuck in; the launc
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 import signal
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from mfubench.config import ConfigError
-from mfubench.run_log import write_json
+from mfubench.run_log import RunLog, read_run_log, read_steps, write_json, write_run_log
 from mfubench.train.arguments import Paths
 
 # oom: out of memory, a result - died: killed from outside or crashed in native code, without a word of its own
@@ -54,6 +55,8 @@ SUSPICIOUS = (
     "ncclunhandledcudaerror",
     "ncclsystemerror",
 )
+# What a thread that could not be started says. Its stack is memory of the process: out of memory where that is limited.
+NO_THREAD = ("can't start new thread", "unable to start watchdog thread", "thread creation failed")
 # Kinds that are never the consequence of another rank's failure
 CAUSES = {"oom": 0, "died": 1}
 _one_writer = threading.Lock()  # the main thread and the watchdog's may fail at the same time
@@ -78,11 +81,20 @@ def classify(error: BaseException) -> Kind:
         return "refused"
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "oom"
-    return "oom" if says_out_of_memory(str(error)) or (is_suspicious(str(error)) and device_is_full()) else "error"
+    if says_out_of_memory(str(error), capped=memory_is_capped()):
+        return "oom"
+    return "oom" if is_suspicious(str(error)) and device_is_full() else "error"
 
 
-def says_out_of_memory(text: str) -> bool:
-    return any(phrase in text.lower() for phrase in OUT_OF_MEMORY)
+def says_out_of_memory(text: str, *, capped: bool) -> bool:
+    """capped: the process's memory is limited, so that it may have been too little for a thread."""
+    phrases = OUT_OF_MEMORY + NO_THREAD if capped else OUT_OF_MEMORY
+    return any(phrase in text.lower() for phrase in phrases)
+
+
+def memory_is_capped() -> bool:
+    """Whether this process's data segment is limited, as `memory_cap_gib` does on a CPU."""
+    return resource.getrlimit(resource.RLIMIT_DATA)[0] != resource.RLIM_INFINITY
 
 
 def is_suspicious(text: str) -> bool:
@@ -143,6 +155,16 @@ def remove_result(paths: Paths) -> None:
     """Remove an earlier attempt's run JSON and trace: once this one has passed its checks, or has another result."""
     for path in (paths.output, paths.trace):
         path.unlink(missing_ok=True)
+
+
+def record_out_of_memory(paths: Paths, reason: str) -> RunLog:
+    """Write the run JSON of a run that ran out of memory, of what there is of it, and return it."""
+    log = read_run_log(paths.partial)
+    log.status, log.reason = "oom", reason
+    log.steps = read_steps(paths.steps)
+    remove_result(paths)
+    write_run_log(paths.output, log)
+    return log
 
 
 def write_failure(work: Path, failure: Failure) -> None:

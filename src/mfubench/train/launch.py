@@ -19,9 +19,9 @@ from mfubench.ceilings import read_ceilings
 from mfubench.config import ConfigError, RunConfig
 from mfubench.hardware import measured_cpu_peak, peak_for
 from mfubench.machine import describe_cards
-from mfubench.run_log import check_replaceable, read_run_log, read_steps, try_writing, write_json, write_run_log
+from mfubench.run_log import check_replaceable, read_run_log, try_writing, write_json
 from mfubench.slurm import STEP
-from mfubench.stop_signals import STOPPED, on_stop
+from mfubench.stop_signals import STOPPED, listen_once, on_stop
 from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
 from mfubench.train.checkpoint_folders import latest, print_way_on
 from mfubench.train.failures import (
@@ -29,7 +29,7 @@ from mfubench.train.failures import (
     full_disk,
     ranks_folder,
     read_failures,
-    remove_result,
+    record_out_of_memory,
     remove_stale,
     stop_file,
 )
@@ -60,8 +60,9 @@ def launch_checked(
     config: RunConfig, paths: Paths, arguments: argparse.Namespace, argv: Sequence[str], worker: Sequence[str]
 ) -> int:
     read_timeout_s()
+    on_first_node = node_rank(config) == 0
     prepare_folders(paths)
-    if node_rank() > 0:
+    if not on_first_node:
         run_ranks(config, paths, [*worker, *argv], Display(config))
         return 0  # rank 0's node knows how the run ended, and says so: out of memory is a result
     with sole_writer(paths.work) as lock:
@@ -123,11 +124,12 @@ def run_ranks(
     config: RunConfig, paths: Paths, command: Sequence[str], display: Display, inherited: Sequence[int] = ()
 ) -> None:
     """Start this node's ranks as processes and wait for them; signals become the wish to stop."""
+    on_first_node = node_rank(config) == 0
     with on_stop(lambda number: stop_file(paths.work).touch()):
         ranks = Ranks(config, paths.work, command, inherited)
         try:
             while not ranks.finished():
-                if node_rank() == 0:
+                if on_first_node:
                     display.follow(paths.live)
                 time.sleep(0.1)
         finally:
@@ -148,11 +150,7 @@ def conclude(config: RunConfig, paths: Paths, earlier: tuple[int, int] | None) -
         return STOPPED
     failures = read_failures(paths.work)
     if failures and failures[0].kind == "oom" and paths.partial.exists():
-        log = read_run_log(paths.partial)
-        log.status, log.reason = "oom", told(failures[0], config)
-        log.steps = read_steps(paths.steps)
-        remove_result(paths)
-        write_run_log(paths.output, log)
+        log = record_out_of_memory(paths, told(failures[0], config))
         print(f"{log.name}: oom ({log.reason})", file=sys.stderr)
         return 0
     record_failure(config, paths, failures)
@@ -192,4 +190,5 @@ def record_failure(config: RunConfig, paths: Paths, failures: list[Failure]) -> 
 
 
 if __name__ == "__main__":
+    listen_once()
     sys.exit(main())

@@ -24,7 +24,7 @@ from mfubench.train.optimizer import learning_rate_at
 from mfubench.train.process import Process
 from mfubench.train.progress import Display
 from mfubench.train.reporter import Reporter
-from mfubench.train.setup import keep_kernels, set_flags
+from mfubench.train.setup import cap_memory, keep_kernels, set_flags
 from mfubench.train.step import StepFunction, TrainStep
 from mfubench.train.timeline import keep_timeline, profiled_steps
 from mfubench.train.training import (
@@ -76,6 +76,9 @@ def train(
         return log
     if process.is_main:
         write_run_log(paths.partial, log)
+    if config.memory_cap_gib is not None:
+        process.barrier()  # an out-of-memory of any rank is a result from here on, made of that record
+        cap_memory(config.memory_cap_gib, process)
     with sample_telemetry(paths, process) as sampler, stream_of_the_run(resolved):
         training = build(config, paths, process, resolved, log, watchdog, resume)
         reporter = None if config.evaluation.only else Reporter(paths, log, process, display)

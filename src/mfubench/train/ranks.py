@@ -24,11 +24,29 @@ from mfubench.train.failures import (
 )
 
 GRACE_S = 15.0  # for the other ranks to end by themselves after one has failed
+OOM_KILLS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))  # files with a line "oom_kill COUNT"
+OUT_OF_MEMORY_KILLER = "the kernel's out-of-memory killer was at work"
+NODE_RANKS = ("SLURM_NODEID", "GROUP_RANK")
 
 
-def node_rank() -> int:
-    """This node's place among those of the run: SLURM's, or torchrun's name for it; 0 on a single node."""
-    return int(os.environ.get("SLURM_NODEID") or os.environ.get("GROUP_RANK") or 0)
+def node_rank(config: RunConfig) -> int:
+    """This node's place among those of the run: SLURM's, or torchrun's name for it; 0 where the run has one node.
+
+    (A run of one node takes no place in its surroundings: a shell within somebody's step has such variables.)
+    Raises ConfigError where a run of several nodes is not told the place of this one.
+    """
+    if config.nnodes == 1:
+        return 0
+    name = next((name for name in NODE_RANKS if os.environ.get(name)), None)
+    if name is None:
+        raise ConfigError(f"nnodes is {config.nnodes}: start the run once on each node, under srun")
+    place = os.environ[name]
+    if not place.isdecimal() or int(place) >= config.nnodes:
+        raise ConfigError(
+            f"{name} is {place!r}: the nodes of a run with nnodes {config.nnodes} are 0 to {config.nnodes - 1}; start "
+            "it once on each node, under srun"
+        )
+    return int(place)
 
 
 def rank_environment(config: RunConfig, work: Path, local_rank: int) -> dict[str, str]:
@@ -36,7 +54,7 @@ def rank_environment(config: RunConfig, work: Path, local_rank: int) -> dict[str
     ranks_a_node = config.world_size // config.nnodes
     environment = {key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "MASTER_PORT")}
     environment |= {
-        "RANK": str(node_rank() * ranks_a_node + local_rank),
+        "RANK": str(node_rank(config) * ranks_a_node + local_rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(config.world_size),
         "LOCAL_WORLD_SIZE": str(ranks_a_node),
@@ -69,10 +87,8 @@ class Ranks:
     """This node's ranks, started on construction. They get the `inherited` file descriptors."""
 
     def __init__(self, config: RunConfig, work: Path, command: Sequence[str], inherited: Sequence[int] = ()):
-        if config.nnodes > 1 and "SLURM_NODEID" not in os.environ and "GROUP_RANK" not in os.environ:
-            raise ConfigError(f"nnodes is {config.nnodes}: start the run once on each node, under srun")
         self.work, self.capped = work, config.memory_cap_gib is not None
-        if node_rank() == 0:
+        if node_rank(config) == 0:
             rendezvous_file(config, work).unlink(missing_ok=True)
         self.oom_kills = count_oom_kills()
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -120,9 +136,9 @@ class Ranks:
         ended = how_ended(code)
         # an abort is how NCCL and gloo end a process whose peer is gone: a cause only where nothing came before it
         kind: Kind = "error" if code == -signal.SIGABRT and not first else "died"
-        if count_oom_kills() > self.oom_kills:
-            kind, ended = "oom", f"{ended}: the kernel's out-of-memory killer was at work"
-        elif self.capped and (says_out_of_memory(tail) or code in (-signal.SIGABRT, -signal.SIGSEGV)):
+        if code == -signal.SIGKILL and count_oom_kills() > self.oom_kills:
+            kind, ended = "oom", f"{ended}: {OUT_OF_MEMORY_KILLER}"
+        elif self.capped and (says_out_of_memory(tail, capped=True) or code in (-signal.SIGABRT, -signal.SIGSEGV)):
             kind, ended = "oom", f"{ended} under a memory cap"
         write_failure(self.work, Failure(rank, kind, f"the process {ended}", tail, time.time()))
 
@@ -138,11 +154,13 @@ class Ranks:
 
 
 def count_oom_kills() -> int:
-    """Processes of this control group that the kernel has killed for want of memory; 0 where it does not tell."""
-    try:
-        for line in Path("/sys/fs/cgroup/memory.events").read_text(encoding="utf-8").splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    except OSError:
-        pass
+    """Processes of this control group that the kernel has killed for want of memory, or of the machine where the group
+    does not tell; 0 where neither does."""
+    for source in OOM_KILLS:
+        try:
+            for line in source.read_text(encoding="utf-8").splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+        except OSError:
+            continue
     return 0

@@ -42,7 +42,7 @@ def keep_kernels(process: Process) -> None:
 
 
 def set_flags(config: RunConfig, resolved: Resolved, process: Process) -> None:
-    """Process-wide state that changes numbers or speed: matmul precision, seed, compile cache, memory cap.
+    """Process-wide state that changes numbers or speed: matmul precision, seed, compile cache.
 
     Raises ConfigError where the run compiles and its cache cannot be written to.
     """
@@ -52,8 +52,6 @@ def set_flags(config: RunConfig, resolved: Resolved, process: Process) -> None:
     torch.manual_seed(config.seed)
     if resolved.used["compile"].used != "none" and config.compile_backend == "inductor":
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(writable_folder(inductor_cache(config, resolved)))
-    if config.memory_cap_gib is not None:
-        cap_memory(config.memory_cap_gib, process)
 
 
 def inductor_cache(config: RunConfig, resolved: Resolved) -> Path:
@@ -73,14 +71,18 @@ def cap_memory(gib: float, process: Process) -> None:
     """Make allocations beyond `gib` fail: of the CUDA allocator, or of this process as a whole on a CPU.
 
     A CPU process is limited in its data segment, which holds more than is resident; it may grow by what is left
-    between its resident memory now (Python and torch) and the cap.
+    between its resident memory now (Python and torch) and the cap. Raises MemoryError where nothing is left.
     """
     if process.on_cuda:
         total = torch.cuda.get_device_properties(process.device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), process.device)
         return
     now = psutil.Process().memory_info()
-    limit = now.data + max(0, int(gib * 2**30) - now.rss)
+    left = int(gib * 2**30) - now.rss
+    if left <= 0:
+        held_gib = now.rss / 2**30
+        raise MemoryError(f"memory_cap_gib: {gib}: the process held {held_gib:.2f} GiB before it built the model")
+    limit = now.data + left
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 

@@ -18,6 +18,7 @@ from mfubench.stop_signals import on_stop
 from mfubench.train.failures import Failure, ranks_folder, read_failures, stop_file, write_failure
 
 POLL_S = 0.3
+PAUSE_S = 2.0  # a poll that comes so much later tells of a process that was stopped
 JOB = "MFUBENCH_JOB"  # process that started the launcher and waits for it
 STACKS_GRACE_S = 3.0  # time for the other ranks to write their stacks before this process's end ends the run
 START_FACTOR = 6  # the first step compiles and warms up: it may take so many timeouts
@@ -33,7 +34,9 @@ class Watchdog:
         self.guardians = [int(os.environ[name]) for name in ("MFUBENCH_LAUNCHER", JOB) if name in os.environ]
         self.stop_requested = False
         self.over = threading.Event()
-        self.deadline = float("inf")
+        self.deadline, self.last_resort = math.inf, math.inf
+        self.paused_s = 0.0  # that the process was stopped: SIGSTOP, a suspended job
+        self.polled_at = time.monotonic()
         self.stacks = open(ranks_folder(work) / f"stacks-{rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
         self.beat(START_FACTOR)
         self.signals = contextlib.ExitStack()
@@ -47,16 +50,27 @@ class Watchdog:
             raise KeyboardInterrupt
         self.stop_requested = True
 
+    def now(self) -> float:
+        """A clock that stands still while the process is stopped, as far as `watch` has noticed; seconds."""
+        return time.monotonic() - self.paused_s
+
     def beat(self, factor: float = 1.0) -> None:
         """Progress was made: the next is due within the timeout."""
-        self.deadline = time.monotonic() + factor * self.timeout_s
-        # A thread without Python, in case the interpreter's lock is never given back.
-        faulthandler.dump_traceback_later(2 * factor * self.timeout_s + 60, exit=True, file=self.stacks)
+        now = self.now()
+        self.deadline, self.last_resort = now + factor * self.timeout_s, now + 2 * factor * self.timeout_s + 60
+        self.arm_last_resort()
+
+    def arm_last_resort(self) -> None:
+        """A thread without Python, in case the interpreter's lock is never given back.
+
+        It cannot know that the process was stopped: a pause as long as this is the end, as it is of a collective.
+        """
+        faulthandler.dump_traceback_later(max(1.0, self.last_resort - self.now()), exit=True, file=self.stacks)
 
     def close(self) -> None:
         self.over.set()
-        faulthandler.cancel_dump_traceback_later()
         self.thread.join()
+        faulthandler.cancel_dump_traceback_later()
         self.signals.close()
         self.stacks.close()
 
@@ -68,7 +82,8 @@ class Watchdog:
             if others:
                 self.write_stacks()
                 self.end(f"rank {others[0].rank} failed ({others[0].reason}); this rank ends with it")
-            if time.monotonic() > self.deadline:
+            self.notice_pause()
+            if self.now() > self.deadline:
                 self.write_stacks()
                 reason = f"no progress for {self.timeout_s:.0f} s (MFUBENCH_TIMEOUT_S): a hung collective or device"
                 write_failure(self.work, Failure(self.rank, "hang", reason, self.read_stacks(), time.time()))
@@ -78,6 +93,14 @@ class Watchdog:
                 reason = "the process that started this run is gone"
                 write_failure(self.work, Failure(self.rank, "lost", reason, "", time.time()))
                 self.end(reason)
+
+    def notice_pause(self) -> None:
+        """Move the deadlines by the time that the process was stopped, which is no lack of progress."""
+        before, self.polled_at = self.polled_at, time.monotonic()
+        late_s = self.polled_at - before - POLL_S
+        if late_s > PAUSE_S:
+            self.paused_s += late_s
+            self.arm_last_resort()
 
     def write_stacks(self) -> None:
         faulthandler.dump_traceback(self.stacks, all_threads=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from mfubench.config import ConfigError
 from mfubench.run_log import write_json, write_run_log
+from mfubench.stop_signals import listen_once
 from mfubench.train.arguments import make_parser, paths_of, read_config
 from mfubench.train.failures import failure_of, ranks_folder, write_failure
 from mfubench.train.loop import Stopped, train
@@ -62,4 +63,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    listen_once()
     sys.exit(main())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from mfubench.prediction.calibration import shipped_calibration
 from mfubench.prediction.memory import estimate_memory
 from mfubench.prediction.resolved_settings import resolve_auto
 from mfubench.run_log import RunLog, read_run_log, read_steps, try_writing, write_json
+from mfubench.train.ranks import threads_of_a_rank
 from mfubench.training_job import start_training
 from mfubench.tune.search import LARGEST_MICRO_BATCH, BudgetSpent, Search, Setting, Space, Trial
 
@@ -74,7 +76,7 @@ def tune(request: Request, say: Callable[[str], None] = print) -> Outcome:
     capacity_gib = request.memory_gib or free_memory_gib(request)
     usable_gib = capacity_gib * (1 - request.margin)
     fit = shipped_calibration().memory
-    place = fingerprint()
+    place = fingerprint(request)
 
     def estimate_gib(setting: Setting) -> float:
         config = resolve_auto(run_of(request, setting))
@@ -153,15 +155,30 @@ def free_memory_gib(request: Request) -> float:
 
 def card_memory_gib(card: str) -> float:
     """What the driver reports of a card, by its index or UUID, as in CUDA_VISIBLE_DEVICES."""
+    with driver_of(card) as (pynvml, handle):
+        return float(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30)
+
+
+def power_limit_w(card: str) -> float | None:
+    """As `card_memory_gib`, of its power limit; None where the driver does not tell."""
+    with driver_of(card) as (pynvml, handle):
+        try:
+            return float(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000)
+        except pynvml.NVMLError:
+            return None
+
+
+@contextlib.contextmanager
+def driver_of(card: str) -> Iterator[tuple[Any, Any]]:
+    """pynvml, and the handle of a card by its index or UUID."""
     import pynvml
 
     pynvml.nvmlInit()
     try:
         if card.isdigit():
-            handle = pynvml.nvmlDeviceGetHandleByIndex(int(card))
+            yield pynvml, pynvml.nvmlDeviceGetHandleByIndex(int(card))
         else:
-            handle = pynvml.nvmlDeviceGetHandleByUUID(card)
-        return float(pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30)
+            yield pynvml, pynvml.nvmlDeviceGetHandleByUUID(card)
     finally:
         pynvml.nvmlShutdown()
 
@@ -197,11 +214,16 @@ def run_of(request: Request, setting: Setting) -> RunConfig:
     return build_run((merge(defaults, request.overrides), tuned), "mfubench tune")
 
 
-def fingerprint() -> str:
-    """This machine and the code that trains: a run of others is no answer here, so it is not found."""
+def fingerprint(request: Request) -> str:
+    """This machine, what changes its speed, and the code that trains: a run of others is no answer here, so it is not
+    found."""
     machine = describe_machine()
-    identity = json.dumps({key: machine[key] for key in IDENTITY}, sort_keys=True)
-    return identity + code_digest([SOURCE / name for name in TRAINING])
+    identity: dict[str, Any] = {key: machine[key] for key in IDENTITY}
+    if request.on_cards:
+        identity["power_limits_w"] = [power_limit_w(card) for card in visible_cards()]
+    else:
+        identity["threads"] = threads_of_a_rank(request.gpus)
+    return json.dumps(identity, sort_keys=True) + code_digest([SOURCE / name for name in TRAINING])
 
 
 def run_trial(request: Request, setting: Setting, place: str, seconds_left: float) -> Trial:

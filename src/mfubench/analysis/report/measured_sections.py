@@ -260,7 +260,7 @@ def steps_section(found: Findings) -> Section:
         stability, time = judged.stability, judged.step_time_s
         if stability is None or time is None or judged.log.config.stage == "smoke":
             continue
-        throttled = (judged.log.telemetry or {}).get("throttled") or {}
+        throttled = judged.log.telemetry.get("throttled", {}) if judged.log.telemetry is not None else {}
         rows.append(
             [
                 f"`{name}`",
