@@ -129,7 +129,7 @@ class Step(Record):
     step: Count
     phase: Literal["compile", "warmup", "measured"]
     step_time_s: StepSeconds
-    data_time_s: Seconds  # waiting for batches, inside step_time_s
+    data_time_s: Seconds  # of the host for batches, inside step_time_s; a GPU computes meanwhile
     tokens: Positive  # over all ranks
     loss: MayDiverge  # mean over the global batch
     learning_rate: Size

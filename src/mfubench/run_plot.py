@@ -63,7 +63,7 @@ def draw(log: RunLog, theme: Theme) -> Figure:
     rates = [1e6 * step.learning_rate for step in steps]
     draw_series(panels[2, 0], "learning rate, millionths", log, rates, theme)
     data_ms = [step.data_time_s * 1000 for step in steps]
-    draw_series(panels[2, 1], "waiting for data, ms", log, data_ms, theme)
+    draw_series(panels[2, 1], "fetching data, ms", log, data_ms, theme)
     for axes in panels[2]:
         axes.set_xlabel("optimizer step")
     return figure

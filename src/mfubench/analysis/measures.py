@@ -46,7 +46,7 @@ class Measures:
     rate_interval: Interval | None  # 95 %, of the median
     total_rate: float | None  # all measured tokens over all measured time, tokens/s/GPU
     step_time_s: Quartiles | None
-    data_share: float | None  # of the step time spent waiting for batches
+    data_share: float | None  # of the step time: the host's for batches, during which a GPU computes
     peak: Peak | None
     peak_problem: str | None  # why there is no peak, and so no MFU
     mfu: dict[str, Quartiles]  # palm, matmul, causal, hfu and mamfu, as far as known; fractions

@@ -274,6 +274,7 @@ def steps_section(found: Findings) -> Section:
                 ", ".join(f"{reason} {format_percent(of['share'], 0)}" for reason, of in throttled.items()) or "–",
             ]
         )
-    columns = ["case|", "steps", "step time", "spread", "outliers", "slowest step", "rank skew", "waiting for data"]
-    blocks.append(Table([*columns, "throttled|"], rows, "How even the measured steps are"))
+    columns = ["case|", "steps", "step time", "spread", "outliers", "slowest step", "rank skew", "fetching data"]
+    caption = "How even the measured steps are; fetching data: the host's time for batches, during which a GPU computes"
+    blocks.append(Table([*columns, "throttled|"], rows, caption))
     return Section("steps", "MFU over time", blocks)
