@@ -1,6 +1,7 @@
 rule prepare_dataset:
     input:
         tokenizer=tokenizer_of_dataset,
+        text=text_of_dataset,
     output:
         meta=f"{RESOURCES}/datasets/{{dataset}}/meta.json",
     log:

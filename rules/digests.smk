@@ -8,6 +8,7 @@ TRAINING_CODE = code_digest(
 TEXT = (
     "config.py",
     "corpus.py",
+    "local_files.py",
     "hub_dataset.py",
     "documents.py",
     "streams.py",

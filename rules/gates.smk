@@ -31,13 +31,20 @@ def stamp_file(name):
 
 
 def stamp_of(name):
-    """What a result was made with: values, code, generation of the machine, and what the run continues."""
+    """What a result was made with: values, those of its data too, code, generation of the machine, and what the run
+    continues.
+    """
     if name in STUDY.searches:
+        run = STUDY.searches[name].run
         made_with = STUDY.searches[name].to_json() + SEARCH_CODE
     else:
-        made_with = STUDY.runs[name].to_json() + TRAINING_CODE
-        before = STUDY.runs[name].continues
-        made_with += stamp_of(before) if before is not None else ""
+        run = STUDY.runs[name]
+        made_with = run.to_json() + TRAINING_CODE
+        made_with += stamp_of(run.continues) if run.continues is not None else ""
+    dataset = STUDY.config.datasets[run.dataset]
+    made_with += (
+        dataset.to_json() + STUDY.config.tokenizers[dataset.tokenizer].to_json()
+    )
     return text_digest(f"{made_with} {MACHINE.generation}")
 
 

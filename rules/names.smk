@@ -104,5 +104,5 @@ def export_files():
     return [
         f"{RESULTS}/hf/{run.case}/config.json"
         for run in runs
-        if run.checkpoint.at_end or run.checkpoint.interval
+        if leaves_checkpoint(run, STUDY.runs)
     ]

@@ -14,12 +14,22 @@ ROOT = Path(workflow.basedir)
 ROOT = (
     ROOT if (ROOT / "src").is_dir() else ROOT.parent
 )  # included through workflow/Snakefile
+if set("{}") & set(str(ROOT)):
+    raise WorkflowError(
+        f"the project's folder, {ROOT}, has braces in its name, which Snakemake takes for names of variables: "
+        "rename it, or move the project"
+    )
 SOURCE = ROOT / "src" / "mfubench"
 SCRIPTS = ROOT / "workflow" / "scripts"
 sys.path.insert(0, str(ROOT / "src"))
 
 from mfubench.config import ConfigError
-from mfubench.experiments import expand_study, resolve_extends, warn_of_cpu
+from mfubench.experiments import (
+    expand_study,
+    leaves_checkpoint,
+    resolve_extends,
+    warn_of_cpu,
+)
 from mfubench.lease import processes_per_node, visible_cards
 from mfubench.yaml_files import load_yaml, read_within
 
@@ -89,5 +99,3 @@ TRAINING_RESTARTS = (
 
 wildcard_constraints:
     case=r"[a-z0-9][a-z0-9.\-]*",
-    tokenizer="|".join(map(re.escape, STUDY.config.tokenizers)) or "none",
-    dataset="|".join(map(re.escape, STUDY.config.datasets)) or "none",

@@ -1,4 +1,6 @@
 rule get_tokenizer:
+    input:
+        text=text_of_tokenizer,
     output:
         meta=f"{RESOURCES}/tokenizers/{{tokenizer}}/meta.json",
         tokenizer=f"{RESOURCES}/tokenizers/{{tokenizer}}/tokenizer.json",

@@ -356,6 +356,28 @@ def test_a_run_continues_another():
             "training/one -> training/two -> training/one is a circle",
         ),
         ({"bare": {}, "evaluate": {**EVALUATE, "continues": "training/bare"}}, "training/bare leaves no checkpoint"),
+        (
+            {
+                "short": {"max_iters": 4, "checkpoint": {"interval": 100}},
+                "evaluate": {**EVALUATE, "continues": "training/short"},
+            },
+            "continues: training/short leaves no checkpoint (checkpoint.interval 100, max_iters 4); set checkpoint: "
+            "{at_end: true} there",
+        ),
+        (
+            {
+                "more": {"continues": "training/pretrain", "max_iters": 30, "checkpoint": {"interval": 18}},
+                "evaluate": {**EVALUATE, "continues": "training/more"},
+            },
+            "training/more leaves no checkpoint (checkpoint.interval 18, max_iters 30)",
+        ),
+        (
+            {
+                "first": {**EVALUATE, "checkpoint": {"at_end": True}},
+                "second": {**EVALUATE, "continues": "training/first"},
+            },
+            "training/first only evaluates and leaves no checkpoint; name the run that it continues, training/pretrain",
+        ),
     ],
 )
 def test_a_continuation_that_cannot_be_is_refused(cases, complaint):
@@ -366,14 +388,13 @@ def test_a_continuation_that_cannot_be_is_refused(cases, complaint):
 def test_what_continues_a_run_that_is_left_out_is_left_out_too():
     cases = {"pretrain": {"world_size": 2, "max_iters": 20, "checkpoint": {"at_end": True}}}
     cases |= {
-        "evaluate": EVALUATE,
-        "again": {**EVALUATE, "continues": "training/evaluate", "checkpoint": {"at_end": True}},
+        "more": {"continues": "training/pretrain", "max_iters": 30, "checkpoint": {"interval": 15}},
+        "evaluate": {**EVALUATE, "continues": "training/more"},
         "alone": {"max_iters": 20},
     }
-    cases["evaluate"] = {**EVALUATE, "checkpoint": {"at_end": True}}
     study = expand_study(small_study(training={"cases": cases}), "f.yaml", 1)
-    assert set(study.skipped) == {"training/pretrain", "training/evaluate", "training/again"}
-    assert study.skipped["training/again"] == "continues training/evaluate, which is left out"
+    assert set(study.skipped) == {"training/pretrain", "training/more", "training/evaluate"}
+    assert study.skipped["training/evaluate"] == "continues training/more, which is left out"
 
 
 def test_a_study_for_gpus_is_not_begun_on_a_cpu_without_a_word():

@@ -1,15 +1,17 @@
 """The search finds the exact limit, with few trials, and says what it knows."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import yaml
 from factories import make_run_log
 from hypothesis import given
 from hypothesis import strategies as st
+from train.train_runs import tiny_config, write_dataset
 
-from mfubench.config import KernelsConfig
+from mfubench.config import KernelsConfig, MemorySearch
 from mfubench.experiments import expand_study
-from mfubench.memory_search import find_limit, limit_words, one_that_ran, predict_limit, summarize
+from mfubench.memory_search import find_limit, limit_words, one_that_ran, predict_limit, run_trial, summarize
 from mfubench.prediction.measured_runs import read_memory_searches
 from mfubench.run_log import Choice, write_json
 
@@ -134,6 +136,21 @@ def test_what_ran_is_recorded_and_read_as_the_searchs_settings(tmp_path):
     observations, (limit,) = read_memory_searches([tmp_path])
     assert {one.config.kernels.swiglu for one in [*observations, limit]} == {"matmul"}
     assert predict_limit(log) > predict_limit(CARD) > 0  # which keeps no product
+
+
+def test_a_trial_is_taken_again_where_its_data_are_the_same(tmp_path):
+    run = tiny_config(max_iters=1)
+    search, data = MemorySearch(run=run, candidates=(2,)), tmp_path / "data"
+    arguments = Namespace(data=data, tokenizer=None, ceilings=None, work=tmp_path / "work")
+
+    def first_loss(seed):
+        write_dataset(data, seed=seed)
+        log = run_trial(search, 2, arguments)
+        return log.wall.started_at, log.steps[0].loss
+
+    first = first_loss(seed=0)
+    assert first_loss(seed=0) == first
+    assert first_loss(seed=1)[1] != first[1]
 
 
 def test_what_ran_is_what_a_trial_that_trained_says():

@@ -330,6 +330,11 @@ def test_one_real_trial_is_made_once(tmp_path, monkeypatch):
     assert result["trials"][0]["cached"]
     assert result["best"]["setting"]["micro_batch_size"] == 1
 
+    write_dataset(data, seed=1)
+    other = tune(*only_one, "--minutes", 10)
+    assert other.exit_code == 0 and "0 known from earlier runs" in other.output
+    assert len(list((folder / "runs").glob("*.json"))) == 2
+
 
 def test_a_trial_of_other_threads_or_power_limits_is_none_of_this_search(tmp_path, monkeypatch):
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)

@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from mfubench.config import ConfigError
 from mfubench.lease import lease_cards, visible_cards
 from mfubench.machine import check_same_machine
 from mfubench.run_log import write_text_atomically
+from mfubench.train.arguments import ResumeMode
 
 SETTLE_S = 5.0  # for the processes of a run that has just ended to leave their cards
 
@@ -38,7 +39,10 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work", required=True, type=Path, help="folder for checkpoints, steps and rank logs")
     parser.add_argument("--output", required=True, type=Path, help="result file to write")
     parser.add_argument(
-        "--resume", choices=("auto", "never"), default="never", help="auto: go on from the checkpoint in --work"
+        "--resume",
+        choices=get_args(ResumeMode),
+        default="never",
+        help="auto: go on from the checkpoint in --work, or anew where it is of other data; always: refuse other data",
     )
 
 

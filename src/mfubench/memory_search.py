@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mfubench.config import ConfigError, MemorySearch, parse
+from mfubench.data.meta import DatasetMeta, read_meta
 from mfubench.job import add_job_arguments, cards_for_job, write_stamp
 from mfubench.prediction.memory import largest_micro_batch
 from mfubench.run_log import RunLog, read_run_log, write_json
@@ -195,13 +196,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_trial(search: MemorySearch, micro_batch_size: int, arguments: argparse.Namespace) -> RunLog:
-    """One trial in its own process; an earlier one of the same configuration in the work folder is taken as it is."""
+    """One trial in its own process; an earlier one of the same configuration and data in the work folder is taken as it
+    is."""
     config = search.run.model_copy(update={"micro_batch_size": micro_batch_size})
     work = arguments.work / f"micro-batch{micro_batch_size}"
     output = work / "run.json"
     if output.exists():
         earlier = read_run_log(output)
-        if earlier.config == config:
+        data = earlier.dataset  # not known of one that ran out of memory before its first step
+        if earlier.config == config and (data is None or data.sha256 == read_meta(DatasetMeta, arguments.data).sha256):
             return earlier
     code = start_training(
         config.to_json(),

@@ -120,6 +120,7 @@ class Dataset(Record):
     vocab_size: Positive
     token_dtype: str
     tokenizer_sha256: str
+    sha256: str | None = None  # of the token files of all splits; null: written before it was noted
     source: str
 
 

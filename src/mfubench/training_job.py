@@ -13,7 +13,7 @@ from mfubench.config import ConfigError
 from mfubench.job import add_job_arguments, cards_for_job, write_stamp
 from mfubench.slurm import needs_step, run_step
 from mfubench.stop_signals import STOPPED, run_handing_on
-from mfubench.train.arguments import Paths, paths_of, read_config
+from mfubench.train.arguments import Paths, ResumeMode, paths_of, read_config
 from mfubench.train.checkpoint_folders import print_way_on
 from mfubench.train.failures import how_ended, record_out_of_memory, remove_stale
 from mfubench.train.ranks import OUT_OF_MEMORY_KILLER, count_oom_kills
@@ -70,7 +70,7 @@ def start_training(
     data: Path,
     work: Path,
     output: Path,
-    resume: str,
+    resume: ResumeMode,
     tokenizer: Path | None = None,
     ceilings: Path | None = None,
     start_from: Path | None = None,

@@ -21,7 +21,7 @@ from mfubench.config import ConfigError
 from mfubench.result_files import is_run_log, study_of
 from mfubench.run_log import RunLog, Step, read_run_log, read_steps
 from mfubench.telemetry_record import CardTelemetry
-from mfubench.train.arguments import work_by_hand
+from mfubench.train.arguments import result_of, work_by_hand
 from mfubench.train.progress import describe, live_values, palm_mfu_of
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -111,15 +111,6 @@ def work_folders(run: Path) -> list[Path]:
     study = study_of(run)
     of_study = [study / "work" / run.parent.name / run.stem] if study is not None else []
     return [*of_study, work_by_hand(run)]
-
-
-def result_of(work: Path, name: str) -> Path | None:
-    """The JSON that the run in a work folder has left, if it has ended since it began there."""
-    study = next((folder.parent for folder in work.absolute().parents if folder.name == "work"), None)
-    by_hand = work.with_name(f"{work.name.removesuffix('-work')}.json")
-    result = study / "runs" / f"{name}.json" if study is not None else by_hand
-    began = (work / "partial.json").stat().st_mtime
-    return result if result.is_file() and result.stat().st_mtime >= began else None
 
 
 def newest_run(folder: Path) -> Path:

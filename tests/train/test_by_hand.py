@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 from train.test_resume import wait_for_step
-from train.train_runs import VOCABULARY, environment
+from train.train_runs import VOCABULARY, environment, write_dataset
 from typer.testing import CliRunner
 
 from mfubench.cli import app
@@ -155,6 +155,20 @@ def test_resume_says_what_it_found_to_go_on_from(data, tmp_path):
     assert refusal.endswith(f"remove {folder} (by hand: --anew) to start anew")
 
 
+@pytest.mark.faults
+def test_resume_refuses_other_data_of_the_same_size(tmp_path):
+    data, output, folder = tmp_path / "data", tmp_path / "run.json", tmp_path / "run-work" / "checkpoints"
+    code, stderr = call(write_dataset(data), output, "max_iters=4", "checkpoint.interval=2")
+    assert code == 0, stderr
+    before = read_run_log(output)
+    code, stderr = call(write_dataset(data, seed=1), output, "max_iters=8", "checkpoint.interval=2", "--resume")
+    last = folder / "step-000004"
+    assert code == 1 and f"error: {last}: is a checkpoint of another run than this one: data.sha256: " in stderr
+    assert latest(folder) == last and read_run_log(output) == before
+    code, stderr = call(data, output, "max_iters=8", "checkpoint.interval=2", "--anew")
+    assert code == 0 and read_run_log(output).resumes == [], stderr
+
+
 def test_losses_and_sample_stand_at_the_end(data, tmp_path):
     asked = ("max_iters=3", "measurement.warmup_steps=1", "evaluation.at_start=true", "evaluation.at_end=true")
     code, stderr = call(data, tmp_path / "run.json", *asked, "evaluation.iters=1", "sample_tokens=5")
@@ -178,6 +192,19 @@ def test_a_run_by_hand_continues_another(data, tmp_path):
     code, stderr = call(data, tmp_path / "more.json", *more, "--start-from", str(checkpoints))
     assert code == 0, stderr
     assert [step.step for step in read_run_log(tmp_path / "more.json").steps] == [3, 4]
+
+
+@pytest.mark.faults
+def test_what_continues_a_run_that_diverged_says_so(data, tmp_path):
+    first, work = tmp_path / "first.json", tmp_path / "first-work"
+    too_fast = ("optimizer.learning_rate=1.0e+30", "optimizer.warmup_iters=0", "optimizer.grad_clip=0.0")
+    code, stderr = call(data, first, "name=by-hand/first", "max_iters=200", "checkpoint.at_end=true", *too_fast)
+    assert code == 0 and "by-hand/first: diverged" in stderr
+    more = ("max_iters=300", "continues=by-hand/first", *too_fast)
+    for named in (work, work / "checkpoints"):
+        code, stderr = call(data, tmp_path / "more.json", *more, "--start-from", str(named))
+        assert code == 1 and f"error: {named}: no checkpoint of by-hand/first found" in stderr
+        assert f"that run ended as diverged ({read_run_log(first).reason}): change its settings" in stderr
 
 
 def test_a_run_that_lacks_what_it_requires_is_skipped_and_no_failure(data, tmp_path):

@@ -16,7 +16,17 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from train.train_runs import finish_run, grad_norms, losses, run, run_arguments, run_here, start_run, tiny_config
+from train.train_runs import (
+    finish_run,
+    grad_norms,
+    losses,
+    run,
+    run_arguments,
+    run_here,
+    start_run,
+    tiny_config,
+    write_dataset,
+)
 
 from mfubench.audit import audit_paths
 from mfubench.config import ConfigError, EvaluationConfig
@@ -202,6 +212,38 @@ def test_a_run_that_is_complete_trains_no_further_and_says_so(data, tmp_path, ca
     assert "test/tiny: ok (all 20 steps were done before; nothing was trained)\n" in capfd.readouterr().err
     assert losses(again) == losses(first)
     assert again.wall.training_tokens == 0
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("ranks", [{}, {"world_size": 2, "micro_batch_size": 4}])
+def test_other_data_of_the_same_size_are_trained_on_anew(ranks, tmp_path):
+    """Whether steps are left to do or not: none of those that were done is of these data."""
+    data, other, work = (tmp_path / name for name in ("data", "other", "work"))
+    short = tiny_config(max_iters=8, checkpoint={"interval": 4}, **ranks)
+    before = run(short, write_dataset(data), work)
+    shutil.rmtree(data)
+    write_dataset(data, seed=1).rename(other)
+    code, told = finish_run(start_run(short, other, work))
+    assert code == 0, told
+    last = work / "checkpoints" / "step-000008"
+    known = before.dataset.sha256[:12]
+    assert f"starting anew: {last}, trained on other data (data.sha256: {known} there, " in told
+    log = read_run_log(work / "run.json")
+    assert log.resumes == [] and losses(log) != losses(before)
+    assert losses(log) == losses(run(short, other, tmp_path / "anew"))
+    longer = run(tiny_config(checkpoint={"interval": 4}, **ranks), other, work)  # these data are known now
+    assert [resume.step for resume in longer.resumes] == [8] and losses(longer)[:8] == losses(log)
+
+
+@pytest.mark.faults
+def test_a_run_continues_none_of_other_data(tmp_path, capfd):
+    data = write_dataset(tmp_path / "data")
+    run_here(tiny_config(name="test/first", max_iters=4, checkpoint={"at_end": True}), data, tmp_path / "first")
+    write_dataset(data, seed=1)
+    more = tiny_config(name="test/more", continues="test/first")
+    assert main(run_arguments(more, data, tmp_path / "more", "--start-from", str(tmp_path / "first"))) == 1
+    told = capfd.readouterr().err
+    assert "is a checkpoint of another run than this one: data.sha256: " in told and "take `continues` away" in told
 
 
 def test_never_starts_anew_and_says_what_is_lost(data, tmp_path, capfd):

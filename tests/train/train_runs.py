@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -18,15 +19,16 @@ SCRIPTS = Path(__file__).parent / "scripts"
 ACCUMULATE = {"weight_gradient": "accumulate"}  # kernels: matmuls add to whole gradients themselves
 
 
-def write_dataset(folder: Path, train_tokens: int = 20_000, val_tokens: int = 2_000) -> Path:
+def write_dataset(folder: Path, train_tokens: int = 20_000, val_tokens: int = 2_000, seed: int = 0) -> Path:
     """A prepared dataset of tokens that are worth learning: noisy arithmetic progressions."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     splits = {}
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", train_tokens), ("val", val_tokens)):
         tokens = (np.arange(count) * 3 + generator.integers(0, 5, count)) % VOCABULARY
-        tokens.astype(np.uint16).tofile(folder / f"{split}.bin")
-        shard = {"file": f"{split}.bin", "tokens": count, "sha256": "0" * 64}
+        stored = tokens.astype(np.uint16).tobytes()
+        (folder / f"{split}.bin").write_bytes(stored)
+        shard = {"file": f"{split}.bin", "tokens": count, "sha256": hashlib.sha256(stored).hexdigest()}
         splits[split] = {"tokens": count, "documents": 1, "shards": [shard]}
     tokenizer = {"name": "none", "sha256": "0" * 64, "vocab_size": VOCABULARY, "eos_id": 0, "encoder": "tokenizers"}
     meta = {

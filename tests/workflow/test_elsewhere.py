@@ -64,6 +64,13 @@ def test_braces_in_a_description_are_text(tmp_path):
     assert "{x} and {wildcards.case}" in (project / "results/minimal/study.json").read_text()
 
 
+def test_a_project_below_a_name_with_braces_is_refused_in_a_line(tmp_path):
+    project = copy_project(tmp_path / "br{x}ace").folder
+    ended = snakemake("-n", "smoke", cwd=project)
+    assert ended.returncode != 0 and "NameError" not in ended.stdout + ended.stderr
+    assert f"the project's folder, {project}, has braces in its name" in ended.stdout + ended.stderr
+
+
 def test_numbers_within_what_the_command_line_sets_are_numbers(tmp_path):
     """Snakemake itself hands them over as text; the file's other values of the section stay."""
     project = copy_project(tmp_path / "project").folder

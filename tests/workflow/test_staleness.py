@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from workflow.project import PARTS, Project
+from data.texts import make_documents, write_jsonl
+from workflow.project import PARTS, Project, copy_project
 
 from mfubench.profiling.breakdown import break_down
 from mfubench.profiling.trace_file import read_trace
@@ -126,6 +127,72 @@ def test_a_training_with_another_value_starts_anew(project):
     project.snakemake("training")
     log = read_run_log(project.results / "runs" / "training" / "pretrain.json")
     assert log.config.seed == 7 and len(log.steps) == 4 and not log.resumes
+
+
+@pytest.fixture
+def own_text(tmp_path) -> Project:
+    """A project whose dataset is a.jsonl, nothing of it made yet; b.jsonl holds the same documents in another order."""
+    project = copy_project(tmp_path / "own-text")
+    project.edit("study.yaml", "text: {source: embedded,", "text: {source: local, paths: [a.jsonl],")
+    documents = make_documents(100, seed=1, words=100)
+    write_jsonl(project.folder / "a.jsonl", documents)
+    write_jsonl(project.folder / "b.jsonl", documents[::-1])
+    return project
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_a_training_is_done_anew_on_other_data(own_text):
+    """Another file, another value, another text in the file: each by the same call, and none passes for another."""
+
+    def train():
+        own_text.snakemake("training")
+        assert "Nothing to be done" in own_text.snakemake("-n", "training")
+        runs = own_text.results / "runs" / "training"
+        log, evaluated = (read_run_log(runs / f"{case}.json") for case in ("pretrain", "evaluate"))
+        assert log.dataset == evaluated.dataset and log.resumes == []
+        assert log.evaluations[-1].loss == evaluated.evaluations[-1].loss
+        return log.dataset, [step.loss for step in log.steps]
+
+    first, losses = train()
+    own_text.edit("study.yaml", "a.jsonl", "b.jsonl")
+    other, other_losses = train()
+    assert other.train_tokens == first.train_tokens and other_losses != losses
+    own_text.edit("study.yaml", "val_fraction: 0.1", "val_fraction: 0.2")
+    fewer, fewer_losses = train()
+    assert fewer.train_tokens < first.train_tokens and fewer_losses != other_losses
+    shutil.copyfile(own_text.folder / "a.jsonl", own_text.folder / "b.jsonl")
+    again, again_losses = train()
+    assert again.train_tokens == fewer.train_tokens and again_losses != fewer_losses
+
+
+@pytest.mark.faults
+def test_changed_text_is_prepared_anew_and_text_that_is_gone_leaves_what_was_made_of_it(own_text):
+    own_text.edit("study.yaml", "max_bytes: 400000}", "max_bytes: 400000, corpus: {source: local, paths: [b.jsonl]}}")
+    own_text.edit("study.yaml", "paths: [a.jsonl]", "paths: [text]")
+    a, b = own_text.folder / "text" / "a file.jsonl", own_text.folder / "b.jsonl"
+    a.parent.mkdir()
+    (own_text.folder / "a.jsonl").rename(a)
+    own_text.snakemake("datasets")
+    a.touch()
+    b.touch()
+    assert rules_of(own_text.stale("datasets")) == set()
+
+    shutil.copyfile(b, a.with_name("more.jsonl"))
+    assert rules_of(own_text.stale("datasets")) == {"prepare_dataset", "datasets"}
+    a.with_name("more.jsonl").unlink()
+    before = b.read_text()
+    b.write_text(before + before)
+    assert rules_of(own_text.stale("datasets")) == {"get_tokenizer", "prepare_dataset", "datasets"}
+
+    b.unlink()
+    shutil.rmtree(a.parent)
+    told = own_text.snakemake("datasets")
+    assert "datasets.text: paths: 'text' matches no file that can be read" in told and "Nothing to be done" in told
+    assert "tokenizers.bpe-512: paths: 'b.jsonl' matches no file" in told and "what was made of it stays" in told
+    own_text.edit("study.yaml", "val_fraction: 0.1", "val_fraction: 0.2")
+    told = own_text.snakemake("datasets", check=False)
+    assert "error: paths: 'text' matches no file that can be read" in told
 
 
 def test_an_added_case_runs_alone_and_a_removed_one_leaves_the_tables(project):

@@ -82,7 +82,10 @@ def check_same_work(a: RunLog, b: RunLog) -> list[Finding]:
         return []
     if a.dataset and b.dataset:
         one, other = a.dataset, b.dataset
-        if one.model_copy(update={"name": other.name}) != other:
+        alike: dict[str, str | None] = {"name": other.name}
+        if None in (one.sha256, other.sha256):  # not noted by earlier versions
+            alike["sha256"] = other.sha256
+        if one.model_copy(update=alike) != other:
             sentence = (
                 f"{a.name} and {b.name} are compared, but read other tokens ({one.name}, {one.train_tokens:,}; "
                 f"{other.name}, {other.train_tokens:,}): the data change the speed"

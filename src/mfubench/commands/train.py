@@ -73,7 +73,7 @@ def train(
         arguments += ["--tokenizer", str(tokenizer)]
     if start_from is not None:
         arguments += ["--start-from", str(start_from)]
-    arguments += ["--resume", "auto" if resume else "never"]
+    arguments += ["--resume", "always" if resume else "never"]
     listen_once()
     code = main(arguments)
     if code == 0 and output.exists():  # of several nodes the first one writes it

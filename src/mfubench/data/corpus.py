@@ -12,25 +12,16 @@ import os
 import platform
 import sysconfig
 from dataclasses import dataclass
-from glob import glob
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mfubench.config import ConfigError
 from mfubench.data import hub_dataset
 from mfubench.data.config import CorpusConfig, EmbeddedCorpus, HubCorpus, LocalCorpus
+from mfubench.data.local_files import file_format, local_paths
 from mfubench.data.streams import stream_errors
 
-Format = Literal["jsonl", "parquet", "txt"]
 SMALLEST_SLICE, LARGEST_SLICE = 2 * 2**20, 64 * 2**20  # bytes as stored
-SUFFIXES: dict[str, Format] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".parquet": "parquet",
-    ".txt": "txt",
-    ".py": "txt",
-}
-COMPRESSIONS = (".gz", ".zst")
 NOT_TEXT = {"test", "tests", "idle_test", "lib2to3", "site-packages", "__pycache__"}  # of the standard library
 
 
@@ -90,38 +81,6 @@ def standard_library() -> list[Path]:
             "(some Pythons ship it as a zip archive or compiled): use another Python, or source: local"
         )
     return sorted(paths, key=lambda path: path.relative_to(root).as_posix())
-
-
-def local_paths(corpus: LocalCorpus) -> list[Path]:
-    """Files, folders and patterns of `paths`, in the order given and sorted within each; no file twice."""
-    found: dict[Path, None] = {}
-    for pattern in corpus.paths:
-        path = Path(pattern).expanduser()
-        if path.is_dir():
-            paths = [file for file in sorted(path.rglob("*")) if file.is_file() and known_format(file)]
-        else:
-            paths = sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file())  # noqa: PTH207
-        if not paths:
-            raise ConfigError(
-                f"paths: {pattern!r} matches no file that can be read ({', '.join(SUFFIXES)}, +.gz, +.zst)"
-            )
-        for file in paths:
-            file_format(file)
-            found[file] = None
-    return list(found)
-
-
-def known_format(path: Path) -> bool:
-    suffix = Path(path.stem).suffix if path.suffix in COMPRESSIONS else path.suffix
-    return suffix in SUFFIXES
-
-
-def file_format(path: Path) -> tuple[Format, bool]:
-    """Format by name, and whether the file is compressed as a whole."""
-    if not known_format(path):
-        raise ConfigError(f"{path}: unknown kind of file; known: {', '.join(SUFFIXES)}, the text ones also +.gz, +.zst")
-    compressed = path.suffix in COMPRESSIONS
-    return SUFFIXES[Path(path.stem).suffix if compressed else path.suffix], compressed
 
 
 def fetch(corpus: CorpusConfig, file: SourceFile, local_dir: Path | None = None) -> Path:

@@ -13,9 +13,10 @@ import zstandard
 from mfubench.config import ConfigError
 from mfubench.data import hub_dataset
 from mfubench.data.config import DatasetConfig, HubCorpus
-from mfubench.data.corpus import Slice, SourceFile, file_format
+from mfubench.data.corpus import Slice, SourceFile
 from mfubench.data.documents import read_documents
 from mfubench.data.encoder import Encoder
+from mfubench.data.local_files import file_format
 from mfubench.data.meta import TokenDtype
 from mfubench.data.streams import stream_errors
 

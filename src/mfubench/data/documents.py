@@ -18,12 +18,12 @@ from mfubench.data.corpus import (
     Slice,
     by_line,
     fetch,
-    file_format,
     group_files,
     list_files,
     slice_size,
     slices_of,
 )
+from mfubench.data.local_files import file_format
 from mfubench.data.streams import open_stream, stream_errors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationError
 
 from mfubench.config import ConfigError, Strict
-from mfubench.run_log import write_text_atomically
+from mfubench.run_log import Dataset, write_text_atomically
 
 TokenDtype = Literal["uint16", "uint32"]
 SplitName = Literal["train", "val"]
@@ -23,6 +24,7 @@ class TokenizerMeta(Strict):
     name: str
     kind: Literal["bpe", "hub", "folder", "files"]
     source: str = Field(description="for people: where the vocabulary came from")
+    config: dict[str, Any] | None = Field(None, description="the TokenizerConfig that it was made with")
     vocab_size: int = Field(description="ids the data can hold: largest id + 1; the embedding needs as many rows")
     largest_id: int
     eos_id: int = Field(description="ends each document and occurs nowhere else")
@@ -81,6 +83,27 @@ class DatasetMeta(Strict):
     text_bytes: int = Field(description="UTF-8 bytes of the documents that were kept")
     skipped: Skipped
 
+    @property
+    def sha256(self) -> str:
+        """Of what the token files hold: a digest of the shards' own, in their order."""
+        lines = (f"{split} {shard.sha256}\n" for split in sorted(self.splits) for shard in self.splits[split].shards)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    @property
+    def description(self) -> Dataset:
+        """What the log of a run says of its data."""
+        source = self.source.get("name") or ", ".join(f"{key}={value}" for key, value in self.source.items())
+        return Dataset(
+            name=self.name,
+            train_tokens=self.splits["train"].tokens,
+            val_tokens=self.splits["val"].tokens if "val" in self.splits else 0,
+            vocab_size=self.tokenizer.vocab_size,
+            token_dtype=self.dtype,
+            tokenizer_sha256=self.tokenizer.sha256,
+            sha256=self.sha256,
+            source=str(source),
+        )
+
 
 Meta = TypeVar("Meta", TokenizerMeta, DatasetMeta)
 
@@ -101,6 +124,14 @@ def read_meta(schema: type[Meta], folder: Path) -> Meta:
         first = error.errors()[0]
         at = ".".join(str(part) for part in first["loc"]) or "the file"
         raise ConfigError(f"{path}: not a {kind}'s meta.json: {at}: {first['msg']}; prepare it again") from None
+
+
+def is_made_with(config: Strict, schema: type[Meta], folder: Path) -> bool:
+    """Whether a folder holds a tokenizer or dataset that is complete and was made with these values."""
+    try:
+        return read_meta(schema, folder).config == config.model_dump(mode="json")
+    except ConfigError:
+        return False
 
 
 def write_meta(meta: TokenizerMeta | DatasetMeta, folder: Path) -> None:

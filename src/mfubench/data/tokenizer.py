@@ -86,6 +86,7 @@ def get_tokenizer(config: TokenizerConfig, out_dir: Path) -> TokenizerMeta:
         name=out_dir.name,
         kind=config.kind,
         source=source,
+        config=config.model_dump(mode="json"),
         vocab_size=largest_id + 1,
         largest_id=largest_id,
         eos_id=eos_id,

@@ -8,6 +8,7 @@ and `search` (in the memory stage) declares a memory limit to be found. The key 
 results/<study>/runs/tiers/tier3.json exists because `experiments.tiers.ladder.tier3` does. No torch here.
 """
 
+from mfubench.experiments.checks import leaves_checkpoint
 from mfubench.experiments.expand import Study, build_run, expand_study, warn_of_cpu
 from mfubench.experiments.overrides import Overrides, merge, nest, parse_overrides, resolve_extends
 from mfubench.experiments.schema import STAGES, EffectConfig, StudyConfig
@@ -20,6 +21,7 @@ __all__ = [
     "StudyConfig",
     "build_run",
     "expand_study",
+    "leaves_checkpoint",
     "merge",
     "nest",
     "parse_overrides",

@@ -65,6 +65,15 @@ def check_model_names(runs: dict[str, RunConfig], source: str) -> None:
             )
 
 
+def leaves_checkpoint(run: RunConfig, runs: dict[str, RunConfig]) -> bool:
+    """Whether a run that does all its steps writes a checkpoint. `runs`: those of the study, by name."""
+    if run.evaluation.only:
+        return False
+    done = runs[run.continues].max_iters if run.continues in runs else 0
+    interval = run.checkpoint.interval
+    return run.checkpoint.at_end or (interval is not None and run.max_iters // interval > done // interval)
+
+
 def check_continuations(runs: dict[str, RunConfig], source: str) -> None:
     """A run that continues another needs one that exists, leaves a checkpoint, trains the same model, in no circle."""
     for name, run in runs.items():
@@ -77,7 +86,7 @@ def check_continuations(runs: dict[str, RunConfig], source: str) -> None:
         where = f"{source}: {name}: continues"
         before = runs.get(run.continues)
         if before is None:
-            leaving = [other for other, log in runs.items() if log.checkpoint.at_end or log.checkpoint.interval]
+            leaving = [other for other, run in runs.items() if leaves_checkpoint(run, runs)]
             raise ConfigError(
                 f"{where}: found {run.continues!r}; runs of this study that leave a checkpoint: "
                 f"{', '.join(leaving) or 'none'}"
@@ -87,8 +96,17 @@ def check_continuations(runs: dict[str, RunConfig], source: str) -> None:
             if earlier in chain:
                 raise ConfigError(f"{where}: {' -> '.join([*chain, earlier])} is a circle")
             chain.append(earlier)
-        if not (before.checkpoint.at_end or before.checkpoint.interval):
-            raise ConfigError(f"{where}: {run.continues} leaves no checkpoint; set checkpoint: {{at_end: true}} there")
+        if before.evaluation.only:
+            raise ConfigError(
+                f"{where}: {run.continues} only evaluates and leaves no checkpoint; name the run that it continues, "
+                f"{before.continues}"
+            )
+        if not leaves_checkpoint(before, runs):
+            interval = before.checkpoint.interval
+            why = f" (checkpoint.interval {interval}, max_iters {before.max_iters})" if interval is not None else ""
+            raise ConfigError(
+                f"{where}: {run.continues} leaves no checkpoint{why}; set checkpoint: {{at_end: true}} there"
+            )
         different = [key for key in SAME_TO_CONTINUE if getattr(run, key) != getattr(before, key)]
         if different:
             raise ConfigError(f"{where}: {run.continues} differs in {', '.join(different)}; give both the same")

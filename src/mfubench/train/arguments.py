@@ -6,13 +6,25 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from mfubench.config import ConfigError, RunConfig, parse
+
+ResumeMode = Literal["auto", "always", "never"]
 
 
 def work_by_hand(output: Path) -> Path:
     """The work folder of a run by hand, beside its run JSON."""
     return Path(f"{output.with_suffix('')}-work")
+
+
+def result_of(work: Path, name: str) -> Path | None:
+    """The JSON that the run in a work folder has left, if it has ended since it began there."""
+    study = next((folder.parent for folder in work.absolute().parents if folder.name == "work"), None)
+    by_hand = work.with_name(f"{work.name.removesuffix('-work')}.json")
+    result = study / "runs" / f"{name}.json" if study is not None else by_hand
+    began = (work / "partial.json").stat().st_mtime
+    return result if result.is_file() and result.stat().st_mtime >= began else None
 
 
 @dataclass(frozen=True)
@@ -75,9 +87,10 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--start-from", type=Path, help="work folder, or checkpoints, of the run that it continues")
     parser.add_argument(
         "--resume",
-        choices=("auto", "never"),
+        choices=get_args(ResumeMode),
         default="auto",
-        help="auto: go on from the last checkpoint in WORK; never: start anew and remove WORK's checkpoints",
+        help="auto: go on from the last checkpoint in WORK, or anew where it was trained on other data; always: refuse "
+        "other data; never: start anew and remove WORK's checkpoints",
     )
     return parser
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from mfubench.config import SAME_TO_CONTINUE, ConfigError, RunConfig, parse
 from mfubench.run_log import Resume, RunLog, Step, write_json, write_text_atomically
 from mfubench.train.checkpoint_files import SafeReader, damage_told, read_json
-from mfubench.train.checkpoint_folders import complete, remove
+from mfubench.train.checkpoint_folders import complete, other_data, remove
 from mfubench.train.optimizer import Optimizer
 from mfubench.train.parallel import Engine
 from mfubench.train.process import Process, host_group
@@ -270,11 +270,7 @@ def check_compatible(path: Path, config: RunConfig, log: RunLog, is_start: bool)
     if done and not is_start and saved.global_batch_size != config.global_batch_size:
         fixed |= set(BATCH)
     there, here = saved.model_dump(include=fixed), config.model_dump(include=fixed)
-    data = read_json(path / "history.json")["dataset"]
-    if data is not None and log.dataset is not None:
-        there["data"] = f"{data['train_tokens']} tokens, tokenizer {data['tokenizer_sha256'][:12]}"
-        here["data"] = f"{log.dataset.train_tokens} tokens, tokenizer {log.dataset.tokenizer_sha256[:12]}"
-    if differences := list(differing(there, here)):
+    if differences := [*differing(there, here), *other_data(path, log.dataset)]:
         way_out = "take `continues` away" if is_start else f"remove {path.parent} (by hand: --anew) to start anew"
         raise ConfigError(
             f"{path}: is a checkpoint of another run than this one: {'; '.join(differences)}. Go on with the settings "

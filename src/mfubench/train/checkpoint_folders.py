@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
 
 from mfubench.config import ConfigError, RunConfig
+from mfubench.run_log import Dataset
 
 BYTES_A_PARAMETER = 12  # three float32 tensors
+IDENTITY = ("train_tokens", "tokenizer_sha256", "sha256")  # of the data, as the run log has them
 
 
 def complete(folder: Path) -> list[Path]:
@@ -20,6 +23,19 @@ def complete(folder: Path) -> list[Path]:
 def latest(folder: Path) -> Path | None:
     checkpoints = complete(folder)
     return checkpoints[-1] if checkpoints else None
+
+
+def other_data(checkpoint: Path, here: Dataset | None) -> list[str]:
+    """What tells the data that a checkpoint was trained on from those `here`, with both values; as far as it is known:
+    an imported model may have been trained on anything."""
+    there = json.loads((checkpoint / "history.json").read_text(encoding="utf-8"))["dataset"]
+    if there is None or here is None:
+        return []
+    return [
+        f"data.{key}: {str(there[key])[:12]} there, {str(value)[:12]} here"
+        for key in IDENTITY
+        if there.get(key) not in (None, value := getattr(here, key))
+    ]
 
 
 def find_latest(folder: Path) -> Path | None:

@@ -7,6 +7,7 @@ a checkpoint, to be resumed; 1: failed, with WORK/failure.json as the record.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -17,13 +18,14 @@ from pathlib import Path
 from mfubench.banner import banner
 from mfubench.ceilings import read_ceilings
 from mfubench.config import ConfigError, RunConfig
+from mfubench.data.meta import DatasetMeta, read_meta
 from mfubench.hardware import measured_cpu_peak, peak_for
 from mfubench.machine import describe_cards
 from mfubench.run_log import check_replaceable, read_run_log, try_writing, write_json
 from mfubench.slurm import STEP
 from mfubench.stop_signals import STOPPED, listen_once, on_stop
-from mfubench.train.arguments import Paths, make_parser, paths_of, read_config
-from mfubench.train.checkpoint_folders import latest, print_way_on
+from mfubench.train.arguments import Paths, ResumeMode, make_parser, paths_of, read_config
+from mfubench.train.checkpoint_folders import latest, other_data, print_way_on
 from mfubench.train.failures import (
     Failure,
     full_disk,
@@ -69,8 +71,9 @@ def launch_checked(
         if STEP not in os.environ:  # else the job has done so before it went to its nodes
             remove_stale(paths)
         earlier = version_of(paths.output)
-        if arguments.resume == "never" and (checkpoint := latest(paths.checkpoints)) is not None:
-            print(f"starting anew: {checkpoint}, an earlier run's, is removed once this one begins", file=sys.stderr)
+        checkpoint = latest(paths.checkpoints)
+        if checkpoint is not None and (why := why_anew(checkpoint, arguments.resume, paths.data)) is not None:
+            print(f"starting anew: {checkpoint}, {why}, is removed once this one begins", file=sys.stderr)
         print(describe_run(config, arguments.ceilings), file=sys.stderr)
         display = Display(config)
         # A process that may die inside native code for want of memory must not take the launcher with it.
@@ -84,6 +87,16 @@ def launch_checked(
             run_ranks(config, paths, [*worker, *argv], display, inherited=(lock,))
         display.close()
         return conclude(config, paths, earlier)
+
+
+def why_anew(checkpoint: Path, resume: ResumeMode, data: Path) -> str | None:
+    """What a checkpoint is that the ranks will not go on from; None for one that they will, or will refuse."""
+    if resume == "never":
+        return "an earlier run's"
+    with contextlib.suppress(ConfigError, OSError, ValueError, KeyError, AttributeError):  # damage is theirs to say
+        if resume == "auto" and (differences := other_data(checkpoint, read_meta(DatasetMeta, data).description)):
+            return f"trained on other data ({'; '.join(differences)})"
+    return None
 
 
 def version_of(file: Path) -> tuple[int, int] | None:

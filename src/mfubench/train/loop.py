@@ -13,7 +13,7 @@ import torch
 from mfubench.config import RunConfig
 from mfubench.run_log import RunLog, write_run_log
 from mfubench.telemetry import Sampler
-from mfubench.train.arguments import Paths
+from mfubench.train.arguments import Paths, ResumeMode
 from mfubench.train.choices import Resolved, refuse_unlike, resolve
 from mfubench.train.control import Control, first_lost
 from mfubench.train.environment import capture_environment
@@ -51,7 +51,13 @@ class Stopped(Exception):
 
 
 def train(
-    config: RunConfig, paths: Paths, process: Process, watchdog: Watchdog, *, resume: bool, display: Display | None
+    config: RunConfig,
+    paths: Paths,
+    process: Process,
+    watchdog: Watchdog,
+    *,
+    resume: ResumeMode,
+    display: Display | None,
 ) -> RunLog:
     """Train one run as this rank and return its log, complete on rank 0.
 
@@ -82,7 +88,7 @@ def train(
     with sample_telemetry(paths, process) as sampler, stream_of_the_run(resolved):
         training = build(config, paths, process, resolved, log, watchdog, resume)
         reporter = None if config.evaluation.only else Reporter(paths, log, process, display)
-        replace_earlier(training, resume)
+        replace_earlier(training)
         if reporter is None:
             evaluate_now(training, training.first_step)
             log.status, log.reason = "ok", None

@@ -174,15 +174,4 @@ def open_data(folder: Path, config: RunConfig) -> tuple[TokenDataset, TokenDatas
             f"{folder}: tokens reach up to id {train.vocab_size - 1}, but the model has only vocab_size "
             f"{config.model.vocab_size} rows; set model.vocab_size to at least {train.vocab_size}"
         )
-    meta = train.meta
-    source = meta.source.get("name") or ", ".join(f"{key}={value}" for key, value in meta.source.items())
-    description = Dataset(
-        name=meta.name,
-        train_tokens=train.num_tokens,
-        val_tokens=val.num_tokens if val is not None else 0,
-        vocab_size=train.vocab_size,
-        token_dtype=meta.dtype,
-        tokenizer_sha256=meta.tokenizer.sha256,
-        source=str(source),
-    )
-    return train, val, description
+    return train, val, train.meta.description

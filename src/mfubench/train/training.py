@@ -15,11 +15,12 @@ from mfubench.config import ConfigError, RunConfig
 from mfubench.data.reader import TokenDataset, check_tokenizer
 from mfubench.model import Decoder
 from mfubench.model.kernels import kernels_match, profile_kernels
-from mfubench.run_log import RunLog, Wall, write_run_log
+from mfubench.run_log import RunLog, Wall, read_run_log, write_run_log
 from mfubench.telemetry import Sampler
 from mfubench.train import checkpoint
-from mfubench.train.arguments import Paths
-from mfubench.train.checkpoint_folders import complete, find_latest, latest, prepare_folder, remove
+from mfubench.train.arguments import Paths, ResumeMode, result_of
+from mfubench.train.checkpoint_files import damage_told
+from mfubench.train.checkpoint_folders import complete, find_latest, latest, other_data, prepare_folder, remove
 from mfubench.train.choices import Resolved
 from mfubench.train.evaluation import evaluate, sample
 from mfubench.train.failures import classify, remove_result
@@ -56,6 +57,7 @@ class Training:
     val_tokens: TokenDataset | None
     recorder: Recorder
     first_step: int = 0
+    keeps_checkpoints: bool = False  # of an earlier process, from the last of which it starts
     goes_on: bool = False  # from a checkpoint of its own, after steps that it did itself
     graphs_before: str | None = None  # what those used of cuda_graphs, "true" or "false", where that is known
     position: int = 0  # the next unread sequence of the endless stream
@@ -73,7 +75,13 @@ class Training:
 
 
 def build(
-    config: RunConfig, paths: Paths, process: Process, resolved: Resolved, log: RunLog, watchdog: Watchdog, resume: bool
+    config: RunConfig,
+    paths: Paths,
+    process: Process,
+    resolved: Resolved,
+    log: RunLog,
+    watchdog: Watchdog,
+    resume: ResumeMode,
 ) -> Training:
     """Data, model and optimizer, from the last checkpoint where there is one to go on from."""
     t0 = time.perf_counter()
@@ -89,16 +97,17 @@ def build(
         fused=resolved.used["adamw"].used == "fused",
     )
     log.parameters, log.flop_terms = count_parameters(model), run_flop_terms(config)
+    own = own_checkpoint(paths, log, resume)
     if process.is_main:
-        prepare_folder(paths.checkpoints, resume, config, log.parameters.total)
+        prepare_folder(paths.checkpoints, own is not None, config, log.parameters.total)
     process.barrier()
     recorder = Recorder(log, config, process)
     training = Training(
         config, paths, process, resolved, log, watchdog, model, engine, optimizer, train_tokens, val_tokens, recorder
     )
-    own = latest(paths.checkpoints) if resume else None
     if (start := own or first_checkpoint(config, paths)) is not None:
         training.first_step, training.position = checkpoint.load(start, training.state, log, is_start=own is None)
+        training.keeps_checkpoints = own is not None
         training.goes_on = own is not None and training.first_step > 0
         if training.goes_on:
             training.graphs_before = checkpoint.used_before(start, "cuda_graphs")
@@ -111,7 +120,16 @@ def build(
     return training
 
 
-def replace_earlier(training: Training, resume: bool) -> None:
+def own_checkpoint(paths: Paths, log: RunLog, resume: ResumeMode) -> Path | None:
+    """The run's own checkpoint to go on from, if there is one that `resume` allows for."""
+    own = latest(paths.checkpoints) if resume != "never" else None
+    if own is None or resume == "always":
+        return own
+    with damage_told(own):
+        return None if other_data(own, log.dataset) else own
+
+
+def replace_earlier(training: Training) -> None:
     """Remove the result of an earlier attempt and, where the run starts anew, its checkpoints. Collective.
 
     Not before all ranks have passed their checks: an attempt that is refused costs nothing.
@@ -119,7 +137,7 @@ def replace_earlier(training: Training, resume: bool) -> None:
     training.process.barrier()
     if training.process.is_main:
         remove_result(training.paths)
-        for earlier in [] if resume else complete(training.paths.checkpoints):
+        for earlier in [] if training.keeps_checkpoints else complete(training.paths.checkpoints):
             remove(earlier)
 
 
@@ -131,11 +149,23 @@ def first_checkpoint(config: RunConfig, paths: Paths) -> Path | None:
         raise ConfigError(f"continues: {config.continues}: say where its checkpoints are (--start-from FOLDER)")
     found = find_latest(paths.start_from)
     if found is None:
+        cause = bad_end(paths.start_from, config.continues)
         raise ConfigError(
-            f"{paths.start_from}: no checkpoint of {config.continues} found (looked there and one folder below); name "
-            "its work folder or the checkpoints in it, or run it again"
+            f"{paths.start_from}: no checkpoint of {config.continues} found (looked there and one folder below); "
+            + (cause or "name its work folder or the checkpoints in it, or run it again")
         )
     return found
+
+
+def bad_end(folder: Path, name: str) -> str | None:
+    """Why a run left no checkpoint, and what to do, where its result says so; `folder`: of its work or checkpoints."""
+    work = folder.parent if folder.name == "checkpoints" else folder
+    if not (work / "partial.json").exists() or (result := result_of(work, name)) is None:
+        return None
+    log = read_run_log(result)
+    if log.status == "ok":
+        return None
+    return f"that run ended as {log.status} ({log.reason}): change its settings, or take `continues` away"
 
 
 def prepare_measurement(training: Training, step: TrainStep, inputs: Tensor, labels: Tensor) -> None:

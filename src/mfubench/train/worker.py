@@ -37,7 +37,7 @@ def run_rank(
     try:
         # collectives time out later than the watchdog, which can say more
         process = start_process(config, 2 * timeout_s + 60)
-        log = train(config, paths, process, watchdog, resume=arguments.resume == "auto", display=display)
+        log = train(config, paths, process, watchdog, resume=arguments.resume, display=display)
         if process.is_main:
             write_run_log(paths.output, log)
     except Stopped as stopped:

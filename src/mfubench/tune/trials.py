@@ -18,6 +18,7 @@ import mfubench
 from mfubench.analysis.measures import measure
 from mfubench.code_digest import TRAINING, code_digest
 from mfubench.config import ConfigError, KernelsConfig, RunConfig
+from mfubench.data.meta import DatasetMeta, read_meta
 from mfubench.experiments import Overrides, build_run, merge
 from mfubench.job import cards_for_job
 from mfubench.lease import processes_per_node, visible_cards
@@ -76,7 +77,7 @@ def tune(request: Request, say: Callable[[str], None] = print) -> Outcome:
     capacity_gib = request.memory_gib or free_memory_gib(request)
     usable_gib = capacity_gib * (1 - request.margin)
     fit = shipped_calibration().memory
-    place = fingerprint(request)
+    place = fingerprint(request) + read_meta(DatasetMeta, request.data).sha256
 
     def estimate_gib(setting: Setting) -> float:
         config = resolve_auto(run_of(request, setting))
@@ -227,7 +228,7 @@ def fingerprint(request: Request) -> str:
 
 
 def run_trial(request: Request, setting: Setting, place: str, seconds_left: float) -> Trial:
-    """Take the run of this very configuration from the folder, or make it. `place`: see `fingerprint`.
+    """Take the run of this very configuration from the folder, or make it. `place`: `fingerprint`, and the data's.
 
     Raises BudgetSpent when it was not done after `seconds_left`, KeyboardInterrupt when somebody else stopped it.
     """

@@ -36,7 +36,7 @@ for key, config in configs.items():
     ranks_folder(paths.work).mkdir(parents=True, exist_ok=True)
     process.barrier()
     watchdog = Watchdog(paths.work, process.rank, timeout_s=300)
-    log = loop.train(config, paths, process, watchdog, resume=False, display=None)
+    log = loop.train(config, paths, process, watchdog, resume="never", display=None)
     watchdog.close()
     if process.is_main:
         write_run_log(paths.output, log)
