@@ -36,6 +36,19 @@ def options_of(name, run):
     )
 
 
+def evaluated_length(wildcards):
+    """Tokens of the longest sequences that the study evaluates on the dataset of a smoke run; 0: it evaluates none."""
+    dataset = STUDY.runs[f"smoke/{wildcards.case}"].dataset
+    return max(
+        (
+            run.seq_len
+            for run in STUDY.runs.values()
+            if run.evaluation.asked_for and run.dataset == dataset
+        ),
+        default=0,
+    )
+
+
 def lease_options(cards):
     """Cards to take, of which, and what to do when they are busy."""
     if not HAS_GPUS or cards == 0:

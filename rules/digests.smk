@@ -23,7 +23,9 @@ DATASET_CODE = code_digest(
         for name in (*TEXT, "parts.py", "assembly.py", "prepare.py")
     ]
 )
-SEARCH_CODE = TRAINING_CODE + code_digest([SOURCE / "memory_search.py"])
+SEARCH_CODE = TRAINING_CODE + code_digest(
+    [SOURCE / "memory_search.py", SOURCE / "host_load.py"]
+)
 PREDICTION = (
     "prediction",
     "result_files.py",

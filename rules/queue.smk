@@ -21,9 +21,10 @@ def check_queue():
 
 def show_what_exists():
     """After a failure: what is there, what failed and why. In a folder of its own, since rules own the study's report."""
-    shell(
-        "mfubench report {RESULTS} --partial --output {RESULTS}/partial/report.html || true"
-    )
+    if Path(RESULTS, "study.json").exists() or Path(RESULTS, "work").exists():
+        shell(
+            "mfubench report {RESULTS} --partial --output {RESULTS}/partial/report.html || true"
+        )
 
 
 def name_report():
@@ -38,6 +39,9 @@ def name_report():
             f"\nReport: {RESULTS}/report.html   table: {RESULTS}/tables/runs.csv   audit: {audit}{said}",
             flush=True,
         )
+    models = [str(Path(file).parent) for file in export_files() if Path(file).exists()]
+    if models:
+        print(f"Exported models: {', '.join(models)}", flush=True)
 
 
 class NothingToDo(logging.Handler):

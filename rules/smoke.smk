@@ -36,5 +36,6 @@ rule check_smoke:
         "../envs/mfubench.yaml"
     params:
         code=SMOKE_CODE,
+        evaluated=evaluated_length,
     shell:
-        'python "$MFUBENCH_SCRIPTS"/check_smoke.py {input.run} 2>&1 | tee -i {log}'
+        'python "$MFUBENCH_SCRIPTS"/check_smoke.py {input.run} --evaluated-length {params.evaluated} 2>&1 | tee -i {log}'

@@ -19,7 +19,7 @@ from mfubench.config import ConfigError, EvaluationConfig, MeasurementConfig
 from mfubench.flops import executed_flops_per_token, flop_terms
 from mfubench.host_load import contention, contention_of_ceilings, contention_of_run
 from mfubench.prediction.measured_runs import REFERENCE
-from mfubench.run_log import RunLog, Step, read_run_log, write_json, write_run_log
+from mfubench.run_log import Resume, RunLog, Step, read_run_log, write_json, write_run_log
 from mfubench.run_plot import plot_run
 
 Damage = Callable[[dict[str, Any]], None]
@@ -210,6 +210,9 @@ def test_a_ceiling_that_others_disturbed_is_the_one_to_doubt() -> None:
     (finding,) = audit_run(cpu_run_at(2.0), disturbed)
     assert "doubt the ceiling: other processes took 1.4 of 2 cores" in finding.sentence
     assert "delete the study's ceilings.json and call snakemake again" in finding.sentence
+    assert finding.true_value is None  # what the doubted ceiling gives is not the truth
+    (undisturbed,) = audit_run(cpu_run_at(2.0), CEILINGS)
+    assert str(undisturbed.true_value).endswith(" s a step, if the ceiling is right")
 
 
 def test_ceilings_of_a_card_do_not_wait_for_cores() -> None:
@@ -249,6 +252,16 @@ def test_a_busy_machine_is_told(cpu_percent: float, run_cores: float, busy: bool
     log = make_run_log(device="cpu", telemetry=load(cpu_percent, run_cores))
     assert [finding.code for finding in audit_run(log)] == ["machine_was_busy"] * busy
     assert (contention_of_run(log) is not None) == busy
+
+
+def test_a_run_is_disturbed_where_any_process_of_its_steps_was() -> None:
+    """But not by what disturbed steps that no longer count."""
+    resumed = Resume(step=12, at="2026-03-02T08:59:50+00:00", telemetry=load(100.0, 0.19))
+    log = make_run_log(device="cpu", telemetry=load(100.0, 1.96)).model_copy(update={"resumes": [resumed]})
+    taken = contention_of_run(log)
+    assert taken is not None and taken.others == pytest.approx(1.81)
+    demoted = resumed.model_copy(update={"changed": ["seq_len: 256 there, 512 here"]})
+    assert contention_of_run(log.model_copy(update={"resumes": [demoted]})) is None
 
 
 def test_what_others_took_is_counted() -> None:

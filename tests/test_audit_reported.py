@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from factories import make_run_log
 from typer.testing import CliRunner
 
+from mfubench import hardware
 from mfubench.audit import audit_figures, audit_paths
 from mfubench.audit.reported import make_reported, parse_figures
 from mfubench.cli import app
 from mfubench.config import ConfigError
 from mfubench.flops import Convention, flop_terms, flops_per_token
-from mfubench.presets import load_model
+from mfubench.presets import CONFIG_DIR, load_model
+from mfubench.run_log import write_run_log
 
 CASES = Path(__file__).parent / "audit_cases"
 EXPECTED = json.loads((CASES / "expected.json").read_text(encoding="utf-8"))
@@ -501,3 +504,21 @@ def test_files_that_are_no_runs_are_told(tmp_path: Path) -> None:
 def test_unknown_model_is_told() -> None:
     with pytest.raises(ConfigError, match="llama2-1"):
         make_reported({"model": "llama2-1.37b"}, "here")
+
+
+def test_a_broken_row_of_any_card_stops_the_audit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal) -> None:
+    """It is no unknown card: a peak that nobody could look up would be passed over."""
+    rows = (CONFIG_DIR / "hardware.yaml").read_text(encoding="utf-8").replace("  link: NVLink 5\n", "", 1)
+    (tmp_path / "hardware.yaml").write_text(rows)
+    monkeypatch.setattr(hardware, "CONFIG_DIR", tmp_path)
+    figures = ("model=llama2-1.36b", "gpus=1", "seq_len=2048", "tokens_per_s=50000", "mfu=80")
+    said = "error: hardware.yaml: b200.link: missing; this key must be given"
+    for card in ("B200", "H100", "B209"):
+        assert refusal("audit", "--reported", f"gpu={card}", *figures) == said
+    write_run_log(tmp_path / "run.json", make_run_log())
+    assert refusal("audit", tmp_path / "run.json") == said
+
+
+def test_every_figure_that_stands_on_a_line_is_listed(refusal) -> None:
+    known = refusal("audit", "--reported", "speed=5").split("Known: ")[1].split(", ")
+    assert "step_time_s" in known and not {"step_times_s", "step_numbers", "step_rates"} & {*known}

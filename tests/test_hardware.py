@@ -15,6 +15,7 @@ from mfubench.hardware import (
     peak_for,
     peak_for_run,
 )
+from mfubench.presets import CONFIG_DIR
 
 # Dense bf16 TFLOP/s by driver name, from the makers' datasheets.
 DENSE_BF16 = {
@@ -139,6 +140,16 @@ def test_what_a_card_can_do_is_more_than_nothing(key: str, value: float) -> None
     complaint = rf"hardware\.yaml: b200\.(dense_tflops\.)?{key}: found {value}.*greater than"
     with pytest.raises(ConfigError, match=complaint):
         parse(HardwareRow, changed, "hardware.yaml: b200")
+
+
+def test_a_row_says_what_joins_the_cards() -> None:
+    """The file's head names words that rows have, one of each kind that is told apart."""
+    head = (CONFIG_DIR / "hardware.yaml").read_text(encoding="utf-8").split("--- NVIDIA")[0]
+    row = {row.link: row for row in load_hardware()}
+    for link, is_pcie, joins_all in (
+        ("NVLink 4", False, True), ("NVLink 3 bridge", False, False), ("PCIe 4", True, False)
+    ):  # fmt: skip
+        assert link in head and (row[link].is_pcie, row[link].joins_all) == (is_pcie, joins_all)
 
 
 def test_mig_slices_are_scaled_by_their_multiprocessors() -> None:

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from pathlib import Path
 
+import pytest
 import yaml
 from factories import make_run_log
 from hypothesis import given
@@ -11,7 +12,15 @@ from train.train_runs import tiny_config, write_dataset
 
 from mfubench.config import KernelsConfig, MemorySearch
 from mfubench.experiments import expand_study
-from mfubench.memory_search import find_limit, limit_words, one_that_ran, predict_limit, run_trial, summarize
+from mfubench.memory_search import (
+    describe_trial,
+    find_limit,
+    limit_words,
+    one_that_ran,
+    predict_limit,
+    run_trial,
+    summarize,
+)
 from mfubench.prediction.measured_runs import read_memory_searches
 from mfubench.run_log import Choice, write_json
 
@@ -56,6 +65,13 @@ def test_the_limit_is_exact_below_the_largest_candidate(limit, predicted):
     assert result["largest_is_exact"] == (limit < largest_candidate)
     assert len(calls) == len(set(calls))
     assert len(calls) <= len(SEARCH.candidates) + 6 + (predicted is not None) * 2
+
+
+def test_a_trial_says_what_other_processes_took_from_it():
+    host = {"cpu_percent": {"median": 100.0}, "run_cores": {"median": 0.6}}
+    disturbed = describe_trial(make_run_log(device="cpu", telemetry={"host": host}))["contention"]
+    assert disturbed == {"others": pytest.approx(1.4), "cores": 2, "used": 0.6, "wanted": 2}
+    assert describe_trial(make_run_log(device="cpu"))["contention"] is None
 
 
 def test_a_run_that_diverged_has_fitted_and_one_that_is_skipped_ends_the_search():

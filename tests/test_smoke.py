@@ -59,6 +59,15 @@ def test_each_fault_is_named(tmp_path):
         assert main([str(tmp_path / "run.json")]) == 1
 
 
+def test_too_little_to_evaluate_on_is_found_before_the_longer_runs(tmp_path, capsys):
+    log = good_run()
+    val = log.dataset.val_tokens
+    write_run_log(tmp_path / "run.json", log)
+    assert main([str(tmp_path / "run.json"), "--evaluated-length", str(val - 1)]) == 0
+    assert main([str(tmp_path / "run.json"), "--evaluated-length", str(val)]) == 1
+    assert f"whose val holds {val}; give the dataset more documents" in capsys.readouterr().err
+
+
 def test_a_file_that_is_no_run_log_is_told(tmp_path, capsys):
     (tmp_path / "run.json").write_text("{")
     assert main([str(tmp_path / "run.json")]) == 1

@@ -189,6 +189,11 @@ class EvaluationConfig(Strict):
     at_end: bool = False
     only: bool = Field(False, description="evaluate the checkpoint and stop")
 
+    @property
+    def asked_for(self) -> bool:
+        """Whether there is any evaluation."""
+        return self.interval is not None or self.at_start or self.at_end or self.only
+
 
 class CheckpointConfig(Strict):
     """Checkpoints of model, optimizer, schedule, loader and random state."""

@@ -32,9 +32,13 @@ ROW_TEMPLATE = """\
     memory_gib: ...
     bandwidth_gb_s: ...
     power_limit_w: ...
-    link: ...
+    link: ...  # NVLink 4, Infinity Fabric, ...; without such links PCIe 4
     link_gb_s: ...
     source: ..."""
+
+
+class NoPeak(ConfigError):
+    """There is no peak for what ran; the rows are as they should be."""
 
 
 Rate = Annotated[float, Field(gt=0)]
@@ -119,7 +123,7 @@ def normalise(driver_name: str) -> str:
 def find_gpu(driver_name: str) -> HardwareRow:
     """The row of a card, by the exact name that its driver reports; a MIG slice gets the card's row scaled down.
 
-    Raises ConfigError with the row to add and the nearest names. There is no fallback: a wrong peak is worse than none.
+    Raises NoPeak with the row to add and the nearest names. There is no fallback: a wrong peak is worse than none.
     """
     card_name, separator, slice_name = driver_name.partition(" MIG ")
     wanted = normalise(card_name)
@@ -131,7 +135,7 @@ def find_gpu(driver_name: str) -> HardwareRow:
     near = [name for short, name in known.items() if words and words <= set(short.split())]
     near += [known[short] for short in difflib.get_close_matches(wanted, known, n=3) if known[short] not in near]
     hint = f" The nearest known names are {', '.join(repr(name) for name in near[:6])}." if near else ""
-    raise ConfigError(
+    raise NoPeak(
         f"no row for the card {driver_name!r} in {CONFIG_DIR / 'hardware.yaml'}.{hint}\n"
         "If it is one of them, add this name to its `names`; otherwise add a row from the maker's datasheet:\n"
         + ROW_TEMPLATE.format(name=card_name)
@@ -147,7 +151,7 @@ def mig_slice(row: HardwareRow, slice_name: str, driver_name: str) -> HardwareRo
     match = re.fullmatch(r"(?:(\d)c\.)?((\d)g\.(\d+)gb)(?:[+-].*)?", slice_name.lower())
     if not match or match[2] not in row.mig_multiprocessors or row.multiprocessors is None:
         profiles = ", ".join(row.mig_multiprocessors) or "none"
-        raise ConfigError(
+        raise NoPeak(
             f"{driver_name!r}: the row {row.key} in {CONFIG_DIR / 'hardware.yaml'} knows no MIG profile "
             f"{slice_name!r} (it knows: {profiles}). Add it to the row's mig_multiprocessors, with the number in the "
             "column SM of `nvidia-smi mig -lgip`, or measure on the whole card with MIG off."
@@ -200,7 +204,7 @@ def rank_share(log: RunLog, ceilings: Ceilings) -> float:
 def peak_for(name: str, dtype: str, tf32: bool, fp8: bool) -> Peak:
     """The datasheet peak of one card (driver name) for what it computed in.
 
-    dtype: bfloat16 | float16 | float32; tf32 matters for float32 only. Raises ConfigError for an unknown card and for
+    dtype: bfloat16 | float16 | float32; tf32 matters for float32 only. Raises NoPeak for an unknown card and for
     arithmetic that the card does not have.
     """
     row = find_gpu(name)
@@ -208,11 +212,11 @@ def peak_for(name: str, dtype: str, tf32: bool, fp8: bool) -> Peak:
     tf32 = tf32 and rates["tf32"] is not None  # the switch does nothing on a card without TF32
     arithmetic = arithmetic_of(dtype, tf32, fp8)
     if arithmetic not in rates:
-        raise ConfigError(f"no peak for dtype {dtype!r}: use one of {', '.join(ARITHMETIC)}")
+        raise NoPeak(f"no peak for dtype {dtype!r}: use one of {', '.join(ARITHMETIC)}")
     tflops = rates[arithmetic]
     if tflops is None:
         has = ", ".join(key for key, rate in rates.items() if rate is not None)
-        raise ConfigError(
+        raise NoPeak(
             f"{name} ({row.key}) has no {arithmetic} matmul units, only {has}: software emulates it at an unstated "
             "rate, so there is no peak to divide by. Train in another dtype."
         )
@@ -233,13 +237,13 @@ def peak_for_run(log: RunLog, ceilings: Ceilings | None) -> Peak:
     """The peak per device of a run, following what really ran (`used`, not what was asked for).
 
     On several kinds of card the mean, since MFU is the whole run's FLOP/s over the sum of its cards' peaks. On a CPU
-    the matmul rate that `ceilings` measured. Raises ConfigError where there is none.
+    the matmul rate that `ceilings` measured. Raises NoPeak where there is none.
     """
     dtype, tf32, fp8 = log.used["dtype"].used, is_on(log.used["tf32"]), is_on(log.used["fp8"])
     if log.environment.device == "cpu":
         return measured_cpu_peak(dtype, log.environment.cpu_threads, ceilings, log.name)
     if not log.environment.gpus:
-        raise ConfigError(f"{log.name}: ran on cuda but its log names no card (environment.gpus)")
+        raise NoPeak(f"{log.name}: ran on cuda but its log names no card (environment.gpus)")
     peaks = [peak_for(gpu.name, dtype, tf32, fp8) for gpu in log.environment.gpus]
     if len({peak.source for peak in peaks}) == 1:
         return peaks[0]
@@ -256,13 +260,13 @@ def measured_cpu_peak(dtype: str, threads: int, ceilings: Ceilings | None, name:
     """A CPU's peak for one rank: its fastest measured matmul, of whatever shape (a large one leaves the cache)."""
     arithmetic = arithmetic_of(dtype, tf32=False, fp8=False)
     if ceilings is None:
-        raise ConfigError(
+        raise NoPeak(
             f"{name}: ran on a CPU, which has no datasheet row; its peak is measured. "
             "Measure the machine's ceilings first and pass them."
         )
     rate = ceilings.fastest_matmul_tflops(arithmetic)
     if rate is None or ceilings.device != "cpu":
-        raise ConfigError(
+        raise NoPeak(
             f"{name}: the ceilings hold no {arithmetic} matmul of a CPU (measured: {ceilings.measured_dtypes()} "
             f"on {ceilings.device}); measure them again for this dtype"
         )

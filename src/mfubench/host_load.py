@@ -34,14 +34,17 @@ class Contention:
 def contention_of_run(log: RunLog) -> Contention | None:
     """What other processes took from a CPU run; None where they took nothing of weight, or nobody looked.
 
-    A GPU run's threads mostly wait for the device, so that what they did not get cannot be told from what they did not
-    want: there telemetry's `host_limited` says whether the cards waited.
+    Of a run that was resumed, of the process that they took most from. A GPU run's threads mostly wait for the device,
+    so that what they did not get cannot be told from what they did not want: there telemetry's `host_limited` says
+    whether the cards waited.
     """
     environment, config = log.environment, log.config
     if environment.device != "cpu":
         return None
     ranks_here = max(1, config.world_size // config.nnodes)
-    return contention(log.telemetry, ranks_here * environment.cpu_threads, environment.cpu_count)
+    threads = ranks_here * environment.cpu_threads
+    found = [contention(telemetry, threads, environment.cpu_count) for telemetry in log.telemetry_of_measured()]
+    return max((taken for taken in found if taken is not None), key=lambda taken: taken.others, default=None)
 
 
 def contention_of_ceilings(ceilings: Ceilings, cores: int) -> Contention | None:

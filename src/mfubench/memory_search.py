@@ -16,10 +16,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from mfubench.config import ConfigError, MemorySearch, parse
 from mfubench.data.meta import DatasetMeta, read_meta
+from mfubench.host_load import contention_of_run
 from mfubench.job import add_job_arguments, cards_for_job, write_stamp
 from mfubench.prediction.memory import largest_micro_batch
 from mfubench.run_log import RunLog, read_run_log, write_json
@@ -93,6 +95,7 @@ def describe_trial(log: RunLog) -> Trial:
         "reason": log.reason,
         "peak_memory_gib": peak_memory_gib(log),
         "tokens_per_s_per_gpu": tokens / seconds / log.config.world_size if seconds else None,
+        "contention": asdict(taken) if (taken := contention_of_run(log)) is not None else None,
     }
 
 

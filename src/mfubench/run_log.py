@@ -195,6 +195,7 @@ class Resume(Record):
     step: Count  # steps that were already done
     at: str  # ISO 8601, UTC
     changed: list[str] = []  # what they ran with and on, where it is not the same: they count as warm-up
+    telemetry: Telemetry | None = None  # of the process that this one went on from, where this one trained on
 
 
 class RunLog(Record):
@@ -215,7 +216,7 @@ class RunLog(Record):
     gradient_statistics: list[GradientStatistics] = []
     memory: list[RankMemory] = []
     kernels: Kernels | None = None
-    telemetry: Telemetry | None = None
+    telemetry: Telemetry | None = None  # while the last process that trained took its measured steps
     resumes: list[Resume] = []
     sample: str | None = None
     stopped_early: str | None = None  # adaptive length: why the run ended before max_iters
@@ -245,6 +246,15 @@ class RunLog(Record):
                     f"the steps before step {resume.step} are warm-up, they ran otherwise: {'; '.join(resume.changed)}"
                 )
         return None
+
+    def telemetry_of_measured(self) -> list[Telemetry]:
+        """A summary for each process whose steps are measured, the last one first; of none that nobody sampled."""
+        found = [self.telemetry]
+        for resume in reversed(self.resumes):
+            if resume.changed:
+                break
+            found.append(resume.telemetry)
+        return [telemetry for telemetry in found if telemetry is not None]
 
     def fallbacks(self) -> dict[str, str]:
         """Settings that ran as something else than was asked for, each as "asked → used: reason".

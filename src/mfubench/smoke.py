@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mfubench.config import ConfigError, ModelConfig
+from mfubench.data.meta import MORE_VALIDATION
 from mfubench.flops import count_parameters
 from mfubench.run_log import RunLog, read_run_log
 
@@ -24,8 +25,11 @@ def untrained_loss(model: ModelConfig) -> float:
     return math.log(model.vocab_size) + model.hidden_size * model.initializer_range**2 / 2
 
 
-def find_faults(log: RunLog) -> list[str]:
-    """What is wrong with a smoke run, a sentence each; [] when it passed."""
+def find_faults(log: RunLog, evaluated_length: int = 0) -> list[str]:
+    """What is wrong with a smoke run, a sentence each; [] when it passed.
+
+    evaluated_length: of the sequences that later runs evaluate on its dataset; 0: none does.
+    """
     if log.status != "ok":
         return [f"the run ended with status {log.status}: {log.reason}"]
     faults = []
@@ -41,20 +45,26 @@ def find_faults(log: RunLog) -> list[str]:
             f"the first loss is {first_loss}, an untrained model of this width and vocabulary gives {chance:.2f} "
             f"within {FIRST_LOSS_TOLERANCE}: initialisation, labels or tokenizer are not as they should be"
         )
+    if evaluated_length and log.dataset is not None and log.dataset.val_tokens <= evaluated_length:
+        faults.append(
+            f"later runs evaluate sequences of {evaluated_length} tokens on the dataset {log.dataset.name}, whose val "
+            f"holds {log.dataset.val_tokens}; {MORE_VALIDATION}"
+        )
     return faults
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `check_smoke.py RUN.json`; returns the exit code."""
+    """Run `check_smoke.py RUN.json [--evaluated-length TOKENS]`; returns the exit code."""
     parser = argparse.ArgumentParser(description="Check a smoke run.")
     parser.add_argument("run", type=Path)
+    parser.add_argument("--evaluated-length", type=int, default=0, help="of sequences that later runs evaluate")
     arguments = parser.parse_args(argv)
     try:
         log = read_run_log(arguments.run)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    faults = find_faults(log)
+    faults = find_faults(log, arguments.evaluated_length)
     for fault in faults:
         print(f"{log.name}: {fault}", file=sys.stderr)
     if not faults:

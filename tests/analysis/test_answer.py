@@ -115,9 +115,11 @@ def words_of(section: Section) -> str:
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_no_setting_is_named_where_all_are_too_noisy(cpu_study: Path, tmp_path: Path, busy: bool):
-    study = Path(shutil.copytree(cpu_study, tmp_path / "study"))
+def test_no_setting_is_named_where_all_are_too_noisy(cpu_study: Path, tmp_path: Path, busy: bool, monkeypatch):
+    study = Path(shutil.copytree(cpu_study, tmp_path / "results" / "study"))
+    (study / "work").mkdir()
     make_noisy(study, busy)
+    monkeypatch.chdir(tmp_path)
     found = Findings.of(study)
     (answer,) = answers(found)
     others = len(answer.candidates) - 1
@@ -131,7 +133,9 @@ def test_no_setting_is_named_where_all_are_too_noisy(cpu_study: Path, tmp_path: 
     assert len(table.rows) == others + 1
     words = words_of(section)
     assert f"**No setting can be named:** `{answer.fastest.case}` has the highest rate, " in words
-    assert ("The machine was busy during 7 of 7 runs: measure again" in words) == busy
+    assert ("The machine was busy during 7 of 7 runs: measure again, with the command above" in words) == busy
+    anew = "`rm -r results/study/runs results/study/work results/study/ceilings.json && snakemake --cores all "
+    assert (anew in words) == busy
     assert ("Raise `repeats` in the study" in words) != busy
     told = extrapolation_section(found)
     assert not any(isinstance(block, Table) for block in told.blocks) and "no setting can be named" in words_of(told)

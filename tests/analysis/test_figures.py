@@ -5,6 +5,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from analysis.example_study import declare, make_gpu_log, write_memory_search
 from factories import make_run_log
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
@@ -500,6 +502,23 @@ def test_a_single_micro_batch_size_is_told_in_words(cpu_study: Path, tmp_path: P
     shown = " ".join(texts(Findings.of(study), "memory").split())
     assert "Nothing to show: a curve needs two micro-batch sizes, and one was measured: micro-batch 4 " in shown
     assert "(59,800 tokens/s/process, 32.9 GiB)" in shown
+
+
+@pytest.mark.parametrize("share", [1.2, 1.0, 0.7, 0.55, 0.45, 0.2, 0.05])
+def test_the_measured_step_is_named_within_its_bar_or_beside_it(gpu: Findings, share: float):
+    """Where the profiled step took longer, the bar is short. share: of the profiled step's time."""
+    (profiled, *_), missing = gpu.profiles
+    short = replace(profiled, measured_step_s=share * profiled.rank.step_s)
+    changed = replace(gpu)
+    changed.__dict__["profiles"] = ([short], missing)
+    figure = drawn(changed, "waterfall")
+    (axes,) = figure.axes
+    (words,) = [text for text in axes.texts if text.get_text().endswith(" causal")]
+    bar = next(patch for patch in axes.patches if to_hex(patch.get_facecolor()) == to_hex(LIGHT.text))
+    box, black = words.get_window_extent(), bar.get_window_extent()
+    inside = box.x0 >= black.x0 and box.x1 <= black.x1
+    assert inside or (box.x0 >= black.x1 and box.x1 <= figure.bbox.x1)
+    assert words.get_color() == (LIGHT.background if inside else LIGHT.text)
 
 
 @pytest.mark.parametrize("name", ["waterfall", "roofline"])

@@ -345,6 +345,22 @@ def test_the_roof_of_a_rank_on_a_cpu_is_its_share_of_the_threads(profiled: Profi
     assert half.ideals.seconds["matmul"] == pytest.approx(flops / (roof.tflops * 1e12))  # as the waterfall has it
 
 
+def test_what_is_best_for_a_rank_on_a_cpu_is_said_as_it_is_reckoned(profiled: Profiled, cpu_study: Path):
+    """0.35 TFLOP/s of two threads are 0.175 of the one that each of two processes has."""
+    cpu = Findings.of(cpu_study)
+    half = on_half_a_cpu(profiled, cpu)
+    assert "the large matmul: 0.175 TFLOP/s, a process's 50 % of what was measured hot" in half.ideals.words["matmul"]
+    alone = ideals_of(cpu.good["scaling/2.1-plain-gpus1"], cpu.study.ceilings)
+    assert "the large matmul: 0.35 TFLOP/s, measured hot" in alone.words["matmul"]
+    assert cpu.study.ceilings is not None
+    rate = AttentionRate(
+        model=half.judged.log.config.model.name, backend="sdpa", dtype="float32", batch_size=8, seq_len=256,
+        query_heads=4, key_value_heads=4, head_dim=64, forward_tflops=0.2, forward_backward_tflops=0.1,
+    )  # fmt: skip
+    ideals = ideals_of(half.judged, cpu.study.ceilings.model_copy(update={"attention": [rate]}))
+    assert ideals.words["attention"].startswith("sdpa, the fastest here: 50 GFLOP/s forward and backward, a process's")
+
+
 def test_matmuls_alone_are_those_of_a_ranks_share_of_the_threads(profiled: Profiled, cpu_study: Path):
     cpu = Findings.of(cpu_study)
     half = on_half_a_cpu(profiled, cpu)

@@ -220,7 +220,7 @@ def test_ceilings_of_a_busy_machine_are_doubted_at_the_head(cpu_study: Path, tmp
     words = " ".join(page_of(study).words.split())
     head = words[: words.index("Which settings to train with")]
     told = "Other processes took 1.4 of 2 cores while the ceilings were measured: every MFU is too high"
-    assert told in head and f"rm '{study}/ceilings.json' && snakemake --cores all --configfile … measures" in head
+    assert told in head and f"rm -r '{study}/ceilings.json' && snakemake --cores all --configfile … measures" in head
     assert "with nothing else running here. Audit: " in re.sub(r"\s+", " ", (study / "report.md").read_text("utf-8"))
     declared = json.loads((study / "study.json").read_text())
     write_json(study / "study.json", declared | {"config_files": ["config/studies/mine.yaml"]})
@@ -247,6 +247,31 @@ def test_the_limit_of_a_memory_search_is_not_called_exact_on_a_cpu(cpu_study: Pa
     words = " ".join(page_of(study).words.split())
     assert all(words_on_cpu in words for words_on_cpu in said)
     assert not any(words_on_cpu in " ".join(page.words.split()) for words_on_cpu in said)
+
+
+def test_trials_of_a_busy_machine_are_doubted_where_they_stand(cpu_study: Path, tmp_path: Path, monkeypatch):
+    study = Path(shutil.copytree(cpu_study, tmp_path / "results" / "study"))
+    write_memory_search(study)
+    (study / "work" / "memory").mkdir(parents=True)
+    assert "The machine was busy with something else during" not in page_of(study).words
+    path = study / "memory" / "5.1-limit.json"
+    limit = json.loads(path.read_text())
+    for trial, others in zip(limit["trials"], (0.9, 1.4), strict=False):
+        trial["contention"] = {"others": others, "cores": 2, "used": 2 - others, "wanted": 2}
+    write_json(path, limit)
+    monkeypatch.chdir(tmp_path)
+    words = " ".join(page_of(study).words.split())
+    section = words[words.index("Memory ") :]
+    assert "The machine was busy with something else during 2 of 10 trials" in section
+    assert "The worst, micro-batch 8 of memory/5.1-limit: other processes took 1.4 of 2 cores" in section
+    anew = "rm -r results/study/memory results/study/work/memory && snakemake --cores all --configfile … searches anew"
+    assert anew in section
+
+
+def test_what_the_effects_section_calls_a_difference_is_explained_there(page: Page):
+    words = " ".join(page.words.split())
+    told = "or, of an interval that leaves a ratio open by more than a factor of 4, too noisy to tell."
+    assert f"else the two were not told apart, {told}" in words
 
 
 def test_partial_shows_what_exists_what_failed_and_why(changed_study: Path):

@@ -135,6 +135,19 @@ def test_bad_documents_are_reported(small_tokenizer: Path, tmp_path: Path, capsy
     assert "skipped: 1 empty, 1 null_text, 1 invalid_utf8, 1 too_large" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("val_fraction", "warns"), [(0.1, True), (0.0, False)])
+def test_a_validation_set_that_got_no_document_is_said(
+    small_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], val_fraction: float, warns: bool
+) -> None:
+    (tmp_path / "text.txt").write_text("a whole book " * 500)
+    meta = prepare_dataset(
+        dataset(tmp_path / "text.txt", val_fraction=val_fraction), small_tokenizer, tmp_path / "out", num_workers=1
+    )
+    assert "val" not in meta.splits or meta.splits["val"].tokens == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert ("warning: no document of 1 went to val" in said and "sample_by: line" in said) == warns
+
+
 @pytest.mark.faults
 def test_a_damaged_file_stops_with_its_name_and_leaves_no_dataset(small_tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text('{"text": "good"}\n{"text": "cut')

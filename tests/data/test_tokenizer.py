@@ -98,8 +98,10 @@ def test_faults_of_a_folder(small_tokenizer: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sha256 is .* expected 0000"):
         get_tokenizer(FolderTokenizer(kind="folder", path=cut, sha256="0" * 64), out)
     whole = copy_of(small_tokenizer, tmp_path / "whole")
-    with pytest.raises(ConfigError, match="end-of-document token None is not in its vocabulary; set eos_token"):
+    with pytest.raises(ConfigError, match=r"names no token that ends a document .* \(special tokens: <\|endoftext\|>"):
         get_tokenizer(FolderTokenizer(kind="folder", path=whole), out)
+    with pytest.raises(ConfigError, match=r"token '</s>' is not in its vocabulary; set eos_token"):
+        get_tokenizer(FolderTokenizer(kind="folder", path=whole, eos_token="</s>"), out)
     with pytest.raises(ConfigError, match="vocab_size 400, but 32000 is expected"):
         get_tokenizer(FolderTokenizer(kind="folder", path=whole, vocab_size=32000), out)
     with pytest.raises(ConfigError, match="so documents could not be told apart"):

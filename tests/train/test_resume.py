@@ -193,6 +193,25 @@ def test_where_nothing_is_left_to_train_the_log_tells_of_the_machine_that_traine
     assert objections(tmp_path) == set()
 
 
+def test_what_was_sampled_beside_the_steps_stays_with_them(data, tmp_path):
+    """Else steps that other load disturbed would be clean once another process has gone on from their checkpoint."""
+    first, all_of_it = (tiny_config(max_iters=steps, checkpoint={"at_end": True}) for steps in (8, 20))
+    run_here(first, data, tmp_path)
+    resumed = run_here(all_of_it, data, tmp_path)
+    again = run_here(all_of_it, data, tmp_path)
+    assert [telemetry["steps"] for telemetry in resumed.telemetry_of_measured()] == [10, 6]
+    assert [telemetry["steps"] for telemetry in again.telemetry_of_measured()] == [10, 6]
+    assert len(again.measured_steps()) == 16 and [resume.step for resume in again.resumes] == [8, 20]
+
+
+def test_what_was_sampled_beside_steps_that_no_longer_count_is_left_out(set_threads, data, tmp_path):
+    set_threads(2)
+    run_here(tiny_config(max_iters=8, checkpoint={"at_end": True}), data, tmp_path)
+    set_threads(1)
+    log = run_here(tiny_config(), data, tmp_path)
+    assert [telemetry["steps"] for telemetry in log.telemetry_of_measured()] == [len(log.measured_steps())] == [10]
+
+
 def test_keep_last_and_keep_all(data, tmp_path):
     run_here(tiny_config(checkpoint={"interval": 5, "keep": "all"}), data, tmp_path / "all")
     names = [path.name for path in complete(tmp_path / "all" / "checkpoints")]

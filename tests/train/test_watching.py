@@ -108,6 +108,17 @@ def test_a_run_without_steps_has_finished_once_its_json_is_there(tmp_path, capsy
         assert "finished" in (shown := capsys.readouterr().out) and "validation loss 5.2500" in shown
 
 
+def test_a_trial_of_a_memory_search_that_did_not_fit_has_ended(tmp_path, capsys):
+    """It leaves its run JSON in its work folder and, where no step came to an end, nothing else."""
+    work = tmp_path / "work" / "memory" / "limit" / "0a1b2c3d" / "micro-batch8"
+    log = make_run_log(name="memory/limit", steps=[], status="oom", reason="no memory")
+    write_run_log(work / "partial.json", log.model_copy(update={"status": "failed", "reason": "did not finish"}))
+    assert look(tmp_path).state == "running"
+    write_run_log(work / "run.json", log)
+    watch_run(tmp_path, once=False, interval_s=0.1)
+    assert "memory/limit  oom: no memory" in capsys.readouterr().out
+
+
 ADAPTIVE = {"adaptive": True, "warmup_steps": 1, "min_steps": 4, "tolerance": 0.99}
 
 

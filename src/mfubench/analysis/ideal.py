@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from mfubench.analysis.measures import Measures
-from mfubench.analysis.units import format_bytes, format_tflops
+from mfubench.analysis.units import format_bytes, format_percent, format_tflops
 from mfubench.ceilings.schema import Ceilings
 from mfubench.config import RunConfig
 from mfubench.decisions import ELEMENT_BYTES, fsdp_keeps_weights, shard_ranks
@@ -93,12 +93,13 @@ def add_arithmetic(
     by_shape = ceilings.model_matmul_tflops(model, arithmetic)
     rate = by_shape or ceilings.large_matmul_tflops(arithmetic)
     recomputed = 0.0
+    hot = "measured hot" if share == 1 else f"a process's {format_percent(share, 0)} of what was measured hot"
     if rate is not None:
         flops = sum(one.flops * one.count for one in micro_step_matmuls(config)) * config.gradient_accumulation_steps
         ideals.seconds["matmul"] = flops / (rate * share * 1e12)
         recomputed = max(0.0, flops - tokens * 6 * terms.matmul_parameters) / (rate * share * 1e12)
         of_what = "its own shapes, one by one:" if by_shape else "the large matmul:"
-        ideals.words["matmul"] = f"{of_what} {format_tflops(rate)}, measured hot"
+        ideals.words["matmul"] = f"{of_what} {format_tflops(rate * share)}, {hot}"
     rates = {
         one.backend: one.forward_backward_tflops
         for one in ceilings.attention
@@ -109,7 +110,9 @@ def add_arithmetic(
         forward = terms.attention / 2 / 3  # the rates count what is executed: more than the three thirds of a model's
         flops = tokens * attention_passes(config) * forward
         ideals.seconds["attention"] = flops / (rates[backend] * share * 1e12)
-        ideals.words["attention"] = f"{backend}, the fastest here: {format_tflops(rates[backend])} forward and backward"
+        of_all = "" if share == 1 else f", {hot}"
+        reached = f"{format_tflops(rates[backend] * share)} forward and backward{of_all}"
+        ideals.words["attention"] = f"{backend}, the fastest here: {reached}"
     return recomputed
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mfubench.analysis.statistics import Interval, Quartiles, median_interval, quartiles
-from mfubench.config import ConfigError
 from mfubench.flops import CONVENTIONS, FlopTerms, executed_flops_per_token, flops_per_token
-from mfubench.hardware import Peak, arithmetic_of_run, peak_for_run, rank_share, used_of
+from mfubench.hardware import NoPeak, Peak, arithmetic_of_run, peak_for_run, rank_share, used_of
 from mfubench.memory_search import memory_gib, peak_memory_gib
 from mfubench.run_log import RunLog, Step
 
@@ -136,7 +135,7 @@ def peak_of(log: RunLog, ceilings: Ceilings | None) -> tuple[Peak | None, str | 
     """The peak of a run's card in its arithmetic, or why there is none."""
     try:
         return peak_for_run(log, ceilings), None
-    except ConfigError as error:
+    except NoPeak as error:
         return None, str(error)
 
 

@@ -16,9 +16,11 @@ from mfubench import result_files
 from mfubench.ceilings import Ceilings, read_ceilings
 from mfubench.config import ConfigError, MemorySearch
 from mfubench.experiments import STAGES, EffectConfig
+from mfubench.host_load import Contention
 from mfubench.run_log import Environment, RunLog, read_run_log
 
 REPEAT = re.compile(r"-repeat\d+$")
+MEASURED = ("runs", "memory", "work", "ceilings.json")  # of a study's folder
 MOST_EFFICIENT = 1.05  # of weak scaling: memory that is sharded, or cards that differ, explain some percent at the most
 
 
@@ -51,6 +53,7 @@ class Trial(Results):
     peak_memory_gib: float | None = None
     tokens_per_s_per_gpu: float | None = None
     reason: str | None = None
+    contention: Contention | None = None  # what other processes took from it
 
 
 class MemoryLimit(Results):
@@ -114,9 +117,13 @@ class Study:
         files = " ".join(shlex.quote(file) for file in self.declared.config_files) or "…"
         return f"snakemake --cores all {f'{target} ' if target else ''}--configfile {files}"
 
-    def measure_ceilings(self) -> str:
-        """The command that measures the ceilings anew; the runs stay."""
-        return f"rm {shlex.quote(str(self.folder / 'ceilings.json'))} && {self.snakemake()}"
+    def measure_anew(self, *names: str) -> str:
+        """The command that removes what there is of these in the folder, all that was measured without any, and
+        makes it anew: a checkpoint or a trial that stays in work/ would be gone on from."""
+        here = Path.cwd()
+        folder = self.folder.relative_to(here) if self.folder.is_relative_to(here) else self.folder
+        paths = [folder / name for name in names or MEASURED if (self.folder / name).exists()]
+        return f"rm -r {' '.join(shlex.quote(str(path)) for path in paths)} && {self.snakemake()}"
 
     def why_missing(self, name: str) -> str:
         """Of such a case, whether it began: a killed process leaves a work folder and no reason."""

@@ -48,7 +48,9 @@ def check_measured_ceiling(log: RunLog, executed: float, palm: float, peak: Peak
         f"{counted / fastest.step_time_s / peak.tflops:.0%} ({highest:.0%}); "
         f"{doubt(log, ceilings)}"
     )
-    return [Finding("above_ceiling", sentence, confidence, f"at least {executed / peak.tflops:.4g} s a step")]
+    bound = f"at least {executed / peak.tflops:.4g} s a step, if the ceiling is right"
+    disturbed = contention_of_ceilings(ceilings, log.environment.cpu_count) is not None
+    return [Finding("above_ceiling", sentence, confidence, None if disturbed else bound)]
 
 
 def doubt(log: RunLog, ceilings: Ceilings) -> str:

@@ -54,7 +54,7 @@ def check(argv: Sequence[str] | None = None) -> int:
     if impossible:
         print(
             f"error: impossible numbers in {', '.join(impossible)}. The report and {path} say which and why; mend the "
-            "cause and delete these runs' JSON files, then start again",
+            "cause and delete these runs' JSON files and their folders in work/, then start again",
             file=sys.stderr,
         )
     return 1 if impossible else 0

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from mfubench.audit.counting import near
 from mfubench.audit.findings import Finding, sentence_of
 from mfubench.audit.reported import ReportedRun
-from mfubench.config import ConfigError
 from mfubench.flops import CONVENTIONS, FlopTerms, count_parameters, flops_per_token
-from mfubench.hardware import Peak, find_gpu, load_hardware, peak_for
+from mfubench.hardware import NoPeak, Peak, find_gpu, load_hardware, peak_for
 
 PEAK_TOLERANCE = 0.025  # reports round peaks: 155 for 154.8, 990 for 989.4, 366 for 362
 FLOPS_TOLERANCE = 0.002  # FLOPs a token are stated to three digits at least
@@ -26,7 +25,7 @@ def known_peak(run: ReportedRun) -> tuple[Peak | None, list[Finding]]:
         return None, []
     try:
         return peak_for(run.gpu_name, run.dtype, run.tf32, run.precision.lower() == "fp8"), []
-    except ConfigError as error:
+    except NoPeak as error:
         return None, [Finding("peak_unknown", sentence_of(error), 0.99)]
 
 

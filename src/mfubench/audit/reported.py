@@ -6,7 +6,7 @@ import difflib
 import textwrap
 from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -128,8 +128,8 @@ def known_names() -> list[str]:
         others.setdefault(name, []).append(alias)
     return [
         f"{name} (or {', '.join(others[name])})" if name in others else name
-        for name in ReportedRun.model_fields
-        if not name.startswith("step_")
+        for name, field in ReportedRun.model_fields.items()
+        if get_origin(field.annotation) is not list
     ]
 
 

@@ -8,9 +8,8 @@ from mfubench.audit import run_clocks, run_facts, run_numbers, run_steps
 from mfubench.audit.counting import Count
 from mfubench.audit.findings import Finding, RunVerdict, sentence_of
 from mfubench.ceilings.schema import Ceilings
-from mfubench.config import ConfigError
 from mfubench.flops import flop_terms, flops_per_token, mfu
-from mfubench.hardware import Peak, arithmetic_of_run, peak_for_run
+from mfubench.hardware import NoPeak, Peak, arithmetic_of_run, peak_for_run
 from mfubench.host_load import cores_of_run
 from mfubench.run_log import RunLog
 
@@ -66,7 +65,7 @@ def peak_or_finding(log: RunLog, ceilings: Ceilings | None) -> tuple[Peak | None
     """The peak of what ran; an unknown card is a finding, a CPU without measured ceilings is not."""
     try:
         return peak_for_run(log, ceilings), []
-    except ConfigError as error:
+    except NoPeak as error:
         if log.environment.device == "cpu":
             return None, []
         return None, [Finding("peak_unknown", sentence_of(error), 0.99)]

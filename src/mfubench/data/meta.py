@@ -13,6 +13,10 @@ from mfubench.config import ConfigError, Strict
 from mfubench.run_log import Dataset, write_text_atomically
 
 TokenDtype = Literal["uint16", "uint32"]
+# What to do where val holds too few tokens to evaluate on.
+MORE_VALIDATION = (
+    "give the dataset more documents, a larger val_fraction or, where a text file is one document, sample_by: line"
+)
 SplitName = Literal["train", "val"]
 EncoderKind = Literal["tiktoken", "word-cache", "tokenizers"]
 

@@ -29,7 +29,7 @@ from mfubench.data.config import DatasetConfig, HubCorpus
 from mfubench.data.corpus import Slice, SourceFile
 from mfubench.data.disk import check_disk, check_downloads
 from mfubench.data.encoder import read_tokenizer
-from mfubench.data.meta import DatasetMeta, DatasetTokenizer, SplitName, TokenizerMeta, write_meta
+from mfubench.data.meta import MORE_VALIDATION, DatasetMeta, DatasetTokenizer, SplitName, TokenizerMeta, write_meta
 from mfubench.data.progress import PreparationProgress
 
 SLICES_AHEAD = 2  # a worker: enough to keep it busy, few enough for the disk
@@ -114,6 +114,11 @@ def _prepare(config: DatasetConfig, tokenizer_dir: Path, out_dir: Path, num_work
         assembly.publish(meta.splits, out_dir)
         write_meta(meta, out_dir)
         progress.note(_summary(meta, progress.tokens_per_s))
+        if config.val_fraction and not meta.splits["val"].tokens:
+            progress.note(
+                f"warning: no document of {meta.splits['train'].documents:,} went to val, so that no run can evaluate "
+                f"on it; {MORE_VALIDATION}"
+            )
     return meta
 
 

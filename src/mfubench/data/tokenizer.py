@@ -72,9 +72,15 @@ def get_tokenizer(config: TokenizerConfig, out_dir: Path) -> TokenizerMeta:
         check_existing(config, tokenizer, vocabulary, reference, source)
     stated = None if isinstance(config, BpeTokenizer) else config.eos_token
     eos_token = stated or _token_text(settings.get("eos_token"))
-    eos_id = None if eos_token is None else tokenizer.token_to_id(eos_token)
-    if eos_token is None or eos_id is None:
-        raise ConfigError(f"{source}: end-of-document token {eos_token!r} is not in its vocabulary; set eos_token")
+    special = [token["content"] for token in spec.get("added_tokens", []) if token["special"]]
+    candidates = f"set eos_token to the one that ends a document (special tokens: {', '.join(special) or 'none'})"
+    if eos_token is None:
+        raise ConfigError(
+            f"{source}: names no token that ends a document (eos_token in tokenizer_config.json); {candidates}"
+        )
+    eos_id = tokenizer.token_to_id(eos_token)
+    if eos_id is None:
+        raise ConfigError(f"{source}: end-of-document token {eos_token!r} is not in its vocabulary; {candidates}")
     encoder, encode_batch, reason = choose_encoder(spec, _sample_texts(eos_token), reference)
     if eos_id in encode_batch([eos_token])[0]:
         raise ConfigError(

@@ -22,9 +22,10 @@ def result_of(work: Path, name: str) -> Path | None:
     """The JSON that the run in a work folder has left, if it has ended since it began there."""
     study = next((folder.parent for folder in work.absolute().parents if folder.name == "work"), None)
     by_hand = work.with_name(f"{work.name.removesuffix('-work')}.json")
-    result = study / "runs" / f"{name}.json" if study is not None else by_hand
+    of_a_trial = work / "run.json"  # of a memory search: it may have run out of memory without another word
+    results = (of_a_trial, study / "runs" / f"{name}.json" if study is not None else by_hand)
     began = (work / "partial.json").stat().st_mtime
-    return result if result.is_file() and result.stat().st_mtime >= began else None
+    return next((path for path in results if path.is_file() and path.stat().st_mtime >= began), None)
 
 
 @dataclass(frozen=True)

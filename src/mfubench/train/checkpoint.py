@@ -37,7 +37,7 @@ from mfubench.train.process import Process, host_group
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 HISTORY = ("steps", "rank_step_times_s", "phases", "evaluations", "gradient_statistics", "resumes")
 # Of the process that trained last, which a later one that has nothing to train does not replace
-OF_THE_STEPS = ("environment", "used", "kernels", "memory")
+OF_THE_STEPS = ("environment", "used", "kernels", "memory", "telemetry")
 # Beside SAME_TO_CONTINUE the last of these must not change, which the others make: steps are counted in it, by the
 # schedule and by the run log
 BATCH = ("micro_batch_size", "gradient_accumulation_steps", "world_size", "global_batch_size")
@@ -94,8 +94,10 @@ def load(path: Path, state: State, log: RunLog, *, is_start: bool) -> tuple[int,
     with damage_told(path):
         check_compatible(path, state.config, log, is_start)
         step, position = restore(path, state)
-        changed = [] if is_start else restore_history(path, step, state.config, log)
-        log.resumes.append(Resume(step=step, at=datetime.now(UTC).isoformat(), changed=changed))
+        resume = Resume(step=step, at=datetime.now(UTC).isoformat())
+        if not is_start:
+            restore_history(path, resume, state.config, log)
+        log.resumes.append(resume)
         return step, position
 
 
@@ -154,12 +156,12 @@ def restore_random_states(process: Process, tensors: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(cuda, process.device)
 
 
-def restore_history(path: Path, step: int, config: RunConfig, log: RunLog) -> list[str]:
+def restore_history(path: Path, resume: Resume, config: RunConfig, log: RunLog) -> None:
     """Take over the log's lists. Other ranks' times are dropped where there were more or fewer ranks.
 
     Steps that were computed in another way, or on another machine, count as warm-up: their times are no rate of what
-    this run says it is. Returns what differs. Where nothing is left to train the log says what the steps ran on, not
-    what this process runs on.
+    this run says it is; `resume` says what differs. Where nothing is left to train the log says what the steps ran on
+    and beside what, not what this process runs on; else `resume` keeps the latter of the steps before it.
     """
     history = read_json(path / "history.json")
     earlier = RunLog.model_validate_json(json.dumps(log.model_dump(mode="json") | history))
@@ -168,16 +170,16 @@ def restore_history(path: Path, step: int, config: RunConfig, log: RunLog) -> li
     if len(log.rank_step_times_s) != config.world_size:
         log.rank_step_times_s = []
     if not log.steps:
-        return []
-    changed = list(differing(computes(saved_config(path)), computes(config)))
-    if trains(config, step):
-        changed += differing(*known_of_both(conditions(earlier), conditions(log)))
-    elif not changed:
+        return
+    resume.changed += differing(computes(saved_config(path)), computes(config))
+    if trains(config, resume.step):
+        resume.changed += differing(*known_of_both(conditions(earlier), conditions(log)))
+        resume.telemetry = earlier.telemetry
+    elif not resume.changed:
         for name in OF_THE_STEPS:
             setattr(log, name, getattr(earlier, name))
-    if changed:
+    if resume.changed:
         count_as_warmup(log.steps)
-    return changed
 
 
 def count_as_warmup(steps: list[Step]) -> None:

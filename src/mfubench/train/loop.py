@@ -87,6 +87,7 @@ def train(
         cap_memory(config.memory_cap_gib, process)
     with sample_telemetry(paths, process) as sampler, stream_of_the_run(resolved):
         training = build(config, paths, process, resolved, log, watchdog, resume)
+        training.sampler = sampler
         reporter = None if config.evaluation.only else Reporter(paths, log, process, display)
         replace_earlier(training)
         if reporter is None:
@@ -97,7 +98,7 @@ def train(
                 run_steps(training, reporter)
             except Skip as skip:
                 log.status, log.reason = "skipped", str(skip)
-        finish(training, sampler)
+        finish(training)
     return log
 
 

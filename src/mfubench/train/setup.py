@@ -14,6 +14,7 @@ from torch import nn
 
 from mfubench.cache import cache_root, writable_folder
 from mfubench.config import ConfigError, RunConfig
+from mfubench.data.meta import MORE_VALIDATION
 from mfubench.data.reader import TokenDataset
 from mfubench.flops import flop_terms
 from mfubench.model import Decoder, build_model
@@ -166,9 +167,10 @@ def open_data(folder: Path, config: RunConfig) -> tuple[TokenDataset, TokenDatas
     if not config.evaluation.only:
         count_sequences(train, config.seq_len)  # refused here, before a model of that length is built
     val = TokenDataset.open(folder, "val") if "val" in train.meta.splits else None
-    evaluates = config.evaluation.interval or config.evaluation.at_start or config.evaluation.at_end
-    if (evaluates or config.evaluation.only) and (val is None or val.num_tokens <= config.seq_len):
-        raise ConfigError(f"{folder}: evaluation is asked for, but val holds fewer than seq_len + 1 tokens")
+    if config.evaluation.asked_for and (val is None or val.num_tokens <= config.seq_len):
+        raise ConfigError(
+            f"{folder}: evaluation is asked for, but val holds fewer than seq_len + 1 tokens; {MORE_VALIDATION}"
+        )
     if train.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"{folder}: tokens reach up to id {train.vocab_size - 1}, but the model has only vocab_size "

@@ -56,6 +56,7 @@ class Training:
     train_tokens: TokenDataset
     val_tokens: TokenDataset | None
     recorder: Recorder
+    sampler: Sampler | None = None  # rank 0 has it
     first_step: int = 0
     keeps_checkpoints: bool = False  # of an earlier process, from the last of which it starts
     goes_on: bool = False  # from a checkpoint of its own, after steps that it did itself
@@ -258,17 +259,19 @@ def save_now(training: Training, done: int) -> Path:
 
 
 def note_what_ran(training: Training) -> None:
-    """The ranks' step times, their memory and the choices that ran. Collective."""
+    """The ranks' step times, their memory, the choices that ran and what ran beside them. Collective."""
     log, process, recorder = training.log, training.process, training.recorder
     log.rank_step_times_s = process.gather(recorder.rank_times)
     memory = process.gather(recorder.memory or memory_of(process))
     if not training.nothing_left:
         log.memory = memory
         log.used = training.resolved.used  # one may have fallen back since the log was begun
+        if training.sampler is not None:
+            log.telemetry = training.sampler.summarize(recorder.measured_intervals())
 
 
-def finish(training: Training, sampler: Sampler | None) -> None:
-    """Complete the run log. Collective; rank 0 has the sampler."""
+def finish(training: Training) -> None:
+    """Complete the run log. Collective."""
     log, process, recorder = training.log, training.process, training.recorder
     if training.config.sample_tokens and log.status == "ok":
         training.watchdog.beat(START_FACTOR)
@@ -276,8 +279,6 @@ def finish(training: Training, sampler: Sampler | None) -> None:
             log.sample = sample(
                 training.model, training.train_tokens, training.config, process, training.paths.tokenizer
             )
-    if sampler is not None:
-        log.telemetry = sampler.summarize(recorder.measured_intervals())
     note_what_ran(training)
     log.wall = Wall(
         started_at=datetime.fromtimestamp(psutil.Process().create_time(), UTC).isoformat(),

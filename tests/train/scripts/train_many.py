@@ -22,12 +22,12 @@ configs = {key: read_config(text) for key, text in json.loads((work / "configs.j
 process = start_process(next(iter(configs.values())), timeout_s=300)
 
 
-def finish_and_keep_weights(training, sampler):
+def finish_and_keep_weights(training):
     weights = {}
     for name, parameter in training.model.state_dict().items():
         weights[name] = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.clone()
     torch.save(weights, training.paths.work / f"weights-{process.rank}.pt")
-    finish(training, sampler)
+    finish(training)
 
 
 loop.finish = finish_and_keep_weights

@@ -117,7 +117,9 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], profiled: Profiled, theme: Theme)
     axes.barh(measured, 1000 * profiled.measured_step_s, color=theme.text, height=0.72)
     words = format_milliseconds(profiled.measured_step_s)
     words += f": MFU {format_percent(peak_s / profiled.measured_step_s)} causal" if peak_s else ""
-    axes.text(0.008 * right, measured, words, va="center", ha="left", size=8.5, color=theme.background, weight="bold")
+    inside = 1000 * profiled.measured_step_s > 0.5 * right  # wide enough for the words
+    at, color = (0.0, theme.background) if inside else (1000 * profiled.measured_step_s, theme.text)
+    axes.text(at + 0.008 * right, measured, words, va="center", ha="left", size=8.5, color=color, weight="bold")
     axes.set_yticks(range(measured + 1), [*(bar.label for bar in bars), "measured step, median"])
     axes.set_ylim(measured + 0.6, -0.6)
     axes.set_xlim(0, 1.02 * right)

@@ -51,10 +51,12 @@ def busy_machine(found: Findings) -> list[Block]:
     if not runs:
         return []
     worst = max(runs, key=lambda name: runs[name].others)
+    command = found.study.measure_anew()
     return [
         Notice(
             f"The machine was busy with something else during {len(runs)} of {len(found.good)} runs. The worst, "
-            f"`{worst}`: {runs[worst]}. Measure again when nothing else runs here."
+            f"`{worst}`: {runs[worst]}. When nothing else runs here, `{command}` measures everything anew, "
+            "trainings too."
         )
     ]
 
@@ -76,7 +78,7 @@ def doubt_sentence(found: Findings, answer: Answer, doubt: str) -> str:
     advice = "Raise `repeats` in the study, or measure more steps."
     if busy:
         runs = number_of(len(found.good), "run")
-        advice = f"The machine was busy during {busy} of {runs}: measure again when nothing else runs here."
+        advice = f"The machine was busy during {busy} of {runs}: measure again, with the command above."
     elif fastest.impossible_mfu is not None and found.ceilings_contention is not None:
         advice = "Measure the ceilings anew first, with the command at the head of this report."
     spread = ""

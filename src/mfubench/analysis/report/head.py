@@ -50,9 +50,10 @@ def ceilings_words(found: Findings) -> str | None:
     taken = found.ceilings_contention
     if taken is None:
         return None
+    command = found.study.measure_anew("ceilings.json")
     return (
         f"**Other processes took {taken.others:.1f} of {taken.cores} cores while the ceilings were measured:** every "
-        f"MFU is too high and every best time too long, until `{found.study.measure_ceilings()}` measures them anew, "
+        f"MFU is too high and every best time too long, until `{command}` measures them anew, "
         "with nothing else running here."
     )
 

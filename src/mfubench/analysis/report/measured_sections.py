@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from mfubench.analysis.contradictions import format_change
@@ -20,6 +21,7 @@ from mfubench.analysis.statistics import BELIEVED_FROM, CARD_SPREAD
 from mfubench.analysis.study import MOST_EFFICIENT
 from mfubench.analysis.units import (
     NO_DIFFERENCE,
+    NOISE_FACTOR,
     NOTHING_TOLD,
     TOO_NOISY,
     format_gib,
@@ -31,13 +33,14 @@ from mfubench.analysis.units import (
     format_told,
     is_noise,
 )
-from mfubench.run_log import Evaluation
+from mfubench.run_log import Evaluation, RunLog
 from mfubench.words import number_of
 
 WORDS = (
     "Where an interval holds 0, **no difference** is said only if it goes no further than "
     f"{format_percent(NO_DIFFERENCE, 0)} to either side and does not hold what was expected as well; else the two were "
-    "**not told apart**."
+    f"**not told apart**, or, of an interval that leaves a ratio open by more than a factor of {NOISE_FACTOR:.0f}, "
+    f"**{TOO_NOISY}**."
 )
 
 
@@ -203,6 +206,7 @@ def memory_section(found: Findings) -> Section:
                 str(len(limit.trials)),
             ]
         )
+    blocks += disturbed_trials(found)
     if rows:
         columns = ["search|", "parallelism|", "world size", "memory", "largest micro-batch", "out of memory at"]
         blocks.append(Table([*columns, "largest comfortable", "trials"], rows, "Each trial is a process of its own"))
@@ -217,6 +221,23 @@ def memory_section(found: Findings) -> Section:
         )
     )
     return Section("memory", "Memory", blocks)
+
+
+def disturbed_trials(found: Findings) -> list[Block]:
+    """A warning where other processes held the cores that trials had use for."""
+    trials = [(name, trial) for name, limit in found.study.limits.items() for trial in limit.trials]
+    disturbed = [(taken, trial, name) for name, trial in trials if (taken := trial.contention) is not None]
+    if not disturbed:
+        return []
+    taken, trial, name = max(disturbed, key=lambda one: one[0].others)
+    return [
+        Notice(
+            f"The machine was busy with something else during {len(disturbed)} of {number_of(len(trials), 'trial')}, "
+            f"so that their rates are none of this machine's. The worst, micro-batch {trial.micro_batch_size} of "
+            f"`{name}`: {taken}. When nothing else runs here, `{found.study.measure_anew('memory', 'work/memory')}` "
+            "searches anew."
+        )
+    ]
 
 
 def loss_section(found: Findings) -> Section:
@@ -260,7 +281,6 @@ def steps_section(found: Findings) -> Section:
         stability, time = judged.stability, judged.step_time_s
         if stability is None or time is None or judged.log.config.stage == "smoke":
             continue
-        throttled = judged.log.telemetry.get("throttled", {}) if judged.log.telemetry is not None else {}
         rows.append(
             [
                 f"`{name}`",
@@ -271,10 +291,20 @@ def steps_section(found: Findings) -> Section:
                 format_signed_percent(stability.slowest - 1),
                 format_percent(stability.rank_skew, 2) if stability.rank_skew is not None else "–",
                 format_percent(judged.data_share, 2),
-                ", ".join(f"{reason} {format_percent(of['share'], 0)}" for reason, of in throttled.items()) or "–",
+                throttled_words(judged.log),
             ]
         )
     columns = ["case|", "steps", "step time", "spread", "outliers", "slowest step", "rank skew", "fetching data"]
     caption = "How even the measured steps are; fetching data: the host's time for batches, during which a GPU computes"
     blocks.append(Table([*columns, "throttled|"], rows, caption))
     return Section("steps", "MFU over time", blocks)
+
+
+def throttled_words(log: RunLog) -> str:
+    """Why cards were slowed down, each reason with its share of the sampled steps of all processes."""
+    counts: Counter[str] = Counter()
+    sampled = 0
+    for telemetry in log.telemetry_of_measured():
+        sampled += telemetry.get("steps_sampled", 0)
+        counts.update({reason: of["steps"] for reason, of in (telemetry.get("throttled") or {}).items()})
+    return ", ".join(f"{reason} {format_percent(steps / sampled, 0)}" for reason, steps in counts.items()) or "–"
