@@ -189,6 +189,8 @@ class Wall(Record):
     total_s: float  # process start of rank 0 to the end
     training_s: Seconds  # first step's start to last step's end, phases in between included
     training_tokens: Count  # trained on in this process, over all ranks
+    joined_s: Seconds | None = None  # of total_s: from the process's start until all ranks had met
+    chosen_s: Seconds | None = None  # of total_s: from then until it was known what runs, kernels tried and measured
 
 
 class Resume(Record):

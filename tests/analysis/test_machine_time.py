@@ -99,3 +99,14 @@ def test_a_resumed_run_counts_its_last_process_alone():
     assert own_phases(resumed) == log.phases
     assert parts_of_run(resumed) == own
     assert sum(own.values()) == round((log.wall.total_s if log.wall else 0) * 1e9)
+
+
+def test_the_start_of_a_process_has_parts_of_its_own(logs: list[RunLog]):
+    """In what the others leave of the clock, which earlier versions did not take apart."""
+    log = logs[0]
+    assert log.wall is not None
+    before = parts_of_run(log)
+    wall = log.wall.model_copy(update={"joined_s": 4.5, "chosen_s": 1.25})
+    after = parts_of_run(log.model_copy(update={"wall": wall}))
+    assert (after["joining"], after["choosing"]) == (4_500_000_000, 1_250_000_000)
+    assert before["joining"] == before["choosing"] == 0 and before[ENDS] - after[ENDS] == 5_750_000_000

@@ -20,6 +20,8 @@ PARTS: Final = {
     "profile": "profiling",
     "setup": "setup and capture",
     "between": "evaluation, checkpoint, sample, logging",
+    "joining": "imports, until the ranks have met",
+    "choosing": "choice of what runs: kernels tried and measured",
     ENDS: "start and end of processes",
 }
 PART_OF_STEP: Final = {"measured": MEASURED, "compile": "first_steps", "warmup": "first_steps"}
@@ -95,14 +97,16 @@ def time_of(logs: Sequence[RunLog]) -> MachineTime:
 def parts_of_run(log: RunLog) -> dict[str, int]:
     """Nanoseconds of each of PARTS, by rank 0's clock; they add up to the run's `wall`, which must be there.
 
-    ENDS is what no step and no phase explains: imports, joining of the ranks, the last collection of results. It is
-    negative where the log contradicts itself.
+    ENDS is what nothing else explains: the last collection of results and, in runs of earlier versions, all of the
+    start. It is negative where the log contradicts itself.
     """
     parts = dict.fromkeys(PARTS, 0)
     for step in own_steps(log):
         parts[PART_OF_STEP[step.phase]] += nanoseconds(step.step_time_s)
     for phase in own_phases(log):
         parts[PART_OF_PHASE[phase.kind]] += nanoseconds(phase.time_s)
+    assert log.wall is not None
+    parts["joining"], parts["choosing"] = nanoseconds(log.wall.joined_s or 0), nanoseconds(log.wall.chosen_s or 0)
     parts[ENDS] = clock_of_run(log) - sum(parts.values())
     return parts
 

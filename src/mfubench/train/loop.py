@@ -63,6 +63,7 @@ def train(
 
     Raises ConfigError for what a person must change, and Stopped after a checkpoint on request.
     """
+    joined_at = time.perf_counter()
     keep_kernels(process)
     resolved = resolve(config, process)
     refuse_unlike(resolved, process)
@@ -85,9 +86,10 @@ def train(
     if config.memory_cap_gib is not None:
         process.barrier()  # an out-of-memory of any rank is a result from here on, made of that record
         cap_memory(config.memory_cap_gib, process)
+    chosen_at = time.perf_counter()
     with sample_telemetry(paths, process) as sampler, stream_of_the_run(resolved):
         training = build(config, paths, process, resolved, log, watchdog, resume)
-        training.sampler = sampler
+        training.sampler, training.joined_at, training.chosen_at = sampler, joined_at, chosen_at
         reporter = None if config.evaluation.only else Reporter(paths, log, process, display)
         replace_earlier(training)
         if reporter is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -62,7 +63,9 @@ class Training:
     goes_on: bool = False  # from a checkpoint of its own, after steps that it did itself
     graphs_before: str | None = None  # what those used of cuda_graphs, "true" or "false", where that is known
     position: int = 0  # the next unread sequence of the endless stream
-    began: float = field(default_factory=process_began)
+    began: float = field(default_factory=process_began)  # these three by time.perf_counter()
+    joined_at: float = math.nan  # all ranks had met
+    chosen_at: float = math.nan  # it was known what runs
 
     @property
     def nothing_left(self) -> bool:
@@ -285,4 +288,6 @@ def finish(training: Training) -> None:
         total_s=time.perf_counter() - training.began,
         training_s=recorder.training_s,
         training_tokens=recorder.tokens_here,
+        joined_s=training.joined_at - training.began,
+        chosen_s=training.chosen_at - training.joined_at,
     )

@@ -72,7 +72,8 @@ def around_words(found: Findings) -> str:
     """What the table is of, and what it is not."""
     words = (
         "Each run counts from the start of its first process until its log was complete, by the clock of rank 0; the "
-        "last part is what no step and no phase explains (imports, joining of the ranks, collecting the results). "
+        "last part is what nothing else explains (collecting the results; of runs by earlier versions all of the "
+        "start). "
         "Preparation, memory searches, failed tries and the time between two runs are in no run's clock."
     )
     if found.study.ceilings is not None:
