@@ -6,6 +6,7 @@ import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from analysis.example_study import (
@@ -23,6 +24,7 @@ from mfubench.analysis.findings import Findings
 from mfubench.analysis.report import main, write_report
 from mfubench.analysis.report.blocks import Table
 from mfubench.analysis.report.closing_sections import left_out_section, variables_of
+from mfubench.analysis.report.measured_sections import throttled_words
 from mfubench.analysis.report.render import inline_html, markdown_cell, sections_of
 from mfubench.run_log import Resume, RunLog, read_run_log, write_json, write_run_log
 
@@ -266,6 +268,17 @@ def test_trials_of_a_busy_machine_are_doubted_where_they_stand(cpu_study: Path, 
     assert "The worst, micro-batch 8 of memory/5.1-limit: other processes took 1.4 of 2 cores" in section
     anew = "rm -r results/study/memory results/study/work/memory && snakemake --cores all --configfile … searches anew"
     assert anew in section
+
+
+def test_throttled_steps_are_counted_over_all_processes_of_a_run():
+    def telemetry(steps: int, sampled: int) -> dict[str, Any]:
+        return {"steps_sampled": sampled, "throttled": {"power_cap": {"steps": steps, "share": steps / sampled}}}
+
+    before = Resume(step=40, at="2026-03-02T08:59:50+00:00", telemetry=telemetry(30, 40))
+    log = make_run_log(telemetry=telemetry(0, 60)).model_copy(update={"resumes": [before]})
+    assert throttled_words(log) == "power_cap 30 %"
+    unknown = {"throttled": {"power_cap": {"steps": 3, "share": 0.1}}}  # as a hand-made log may have it
+    assert throttled_words(make_run_log(telemetry=unknown)) == throttled_words(make_run_log(telemetry=None)) == "–"
 
 
 def test_what_the_effects_section_calls_a_difference_is_explained_there(page: Page):

@@ -306,5 +306,7 @@ def throttled_words(log: RunLog) -> str:
     sampled = 0
     for telemetry in log.telemetry_of_measured():
         sampled += telemetry.get("steps_sampled", 0)
-        counts.update({reason: of["steps"] for reason, of in (telemetry.get("throttled") or {}).items()})
+        counts.update({reason: of["steps"] for reason, of in telemetry.get("throttled", {}).items()})
+    if not sampled:
+        return "–"
     return ", ".join(f"{reason} {format_percent(steps / sampled, 0)}" for reason, steps in counts.items()) or "–"
