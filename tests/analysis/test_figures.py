@@ -560,3 +560,13 @@ def test_a_script_writes_its_file(cpu_study: Path, tmp_path: Path):
 def test_labels(gpu: Findings, cpu: Findings):
     assert machine_label(cpu) == "AMD EPYC 7B13, no GPU"
     assert (per_gpu(gpu), per_gpu(cpu)) == ("tokens/s/GPU", "tokens/s/process")
+
+
+def test_eight_series_of_a_scaling_figure_are_told_apart():
+    """As many as a shipped study has; ends that lie together are named once."""
+    found = Findings.of(Path(__file__).parents[2] / "results/reference/h200/llama2-1.36b-scaling", partial=True)
+    left, right = drawn(found, "scaling").axes
+    lines = [line for line in left.get_lines() if " at 2" in line.get_label()]
+    looks = [(line.get_color(), line.get_marker(), line.get_markerfacecolor()) for line in lines]
+    assert len(looks) == len(set(looks)) == 8
+    assert [text.get_text() for text in right.texts] == ["146k", "112k"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -26,6 +27,7 @@ from mfubench.analysis.study import MOST_EFFICIENT
 from mfubench.analysis.units import TOO_NOISY, format_count, format_percent, is_noise
 
 Curve = list[tuple[ScalingPoint, float]]  # with their efficiency
+APART = 1.08  # of rates whose words stand beside each other
 TITLE = "What is left of a {unit}'s rate when there are more of them"
 
 
@@ -49,22 +51,20 @@ def draw(found: Findings, theme: Theme) -> Figure:
     figure = titled_figure(theme, title, subtitle, 3.5)
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
     left.set_ylim(start, end)
-    highest = max(curve[-1][0].tokens_per_s for curve in curves.values())
     for position, (name, curve) in enumerate(curves.items()):
         points = [point for point, _ in curve]
-        color, marker = theme.series[position % len(theme.series)], MARKERS[position % len(MARKERS)]
-        draw_efficiency(left, curve, name, color, marker, nudge=1 + 0.02 * (position - (len(curves) - 1) / 2))
-        right.plot([p.world_size for p in points], [p.tokens_per_s for p in points], marker=marker, color=color)
-        last = points[-1]
-        # above a lower curve's end runs the next one
-        above = {"xytext": (-6, 6), "ha": "right", "va": "baseline"}
-        below = {"xytext": (0, -8), "ha": "center", "va": "top"}
-        right.annotate(format_count(last.tokens_per_s), (last.world_size, last.tokens_per_s),
-                       textcoords="offset points", size=8.5, path_effects=halo(theme),
-                       **(above if last.tokens_per_s == highest else below))  # fmt: skip
-        first = points[0]
+        style: dict[str, Any] = {
+            "color": theme.series[position % len(theme.series)],
+            "marker": MARKERS[position % len(MARKERS)],
+        }
+        if position >= len(MARKERS):  # a second round, hollow
+            style["markerfacecolor"] = theme.background
+        draw_efficiency(left, curve, name, style, nudge=1 + 0.02 * (position - (len(curves) - 1) / 2))
+        right.plot([p.world_size for p in points], [p.tokens_per_s for p in points], **style)
+        color, first = style["color"], points[0]
         ideal = [first.tokens_per_s_per_gpu * size for size in (first.world_size, max(sizes))]
         right.plot([first.world_size, max(sizes)], ideal, color=color, linewidth=0.9, linestyle=(0, (2, 3)))
+    name_ends(right, [curve[-1][0] for curve in curves.values()], theme)
     for axes in (left, right):
         plain_axes(axes, "y")
         axes.set_xscale("log", base=2)
@@ -119,13 +119,29 @@ def limits_of(curves: dict[str, Curve]) -> tuple[float, float]:
     return start, highest + 0.04 * (highest - start)
 
 
-def draw_efficiency(axes: Axes, curve: Curve, name: str, color: str, marker: str, nudge: float) -> None:
+def name_ends(axes: Axes, ends: list[ScalingPoint], theme: Theme) -> None:
+    """The rates that curves end at, the highest above its point, others below theirs: above runs the next curve. Of
+    ends so near each other that their words would cover one another the higher is named."""
+    named: list[float] = []
+    for end in sorted(ends, key=lambda point: -point.tokens_per_s):
+        if named and named[-1] / end.tokens_per_s < APART:
+            continue
+        above = {"xytext": (-6, 6), "ha": "right", "va": "baseline"}
+        below = {"xytext": (0, -8), "ha": "center", "va": "top"}
+        axes.annotate(format_count(end.tokens_per_s), (end.world_size, end.tokens_per_s),
+                      textcoords="offset points", size=8.5, path_effects=halo(theme),
+                      **(below if named else above))  # fmt: skip
+        named.append(end.tokens_per_s)
+
+
+def draw_efficiency(axes: Axes, curve: Curve, name: str, style: dict[str, Any], nudge: float) -> None:
     """One series; `nudge` sets its points a little aside, so that intervals do not cover one another."""
     last, at_last = curve[-1]
     where = [point.world_size * nudge for point, _ in curve]
     told = "" if last.interval is None or not is_noise(last.interval.low, last.interval.high) else f", {TOO_NOISY}"
     label = f"{name}: {100 * at_last:.1f} % at {last.world_size}{told}"
-    axes.plot(where, [efficiency for _, efficiency in curve], marker=marker, color=color, label=label)
+    axes.plot(where, [efficiency for _, efficiency in curve], label=label, **style)
+    color = style["color"]
     for x, (point, efficiency) in zip(where, curve, strict=True):
         if point.interval is None:
             continue
