@@ -126,8 +126,8 @@ def name_ends(axes: Axes, ends: list[ScalingPoint], theme: Theme) -> None:
     for end in sorted(ends, key=lambda point: -point.tokens_per_s):
         if named and named[-1] / end.tokens_per_s < APART:
             continue
-        above = {"xytext": (-6, 6), "ha": "right", "va": "baseline"}
-        below = {"xytext": (0, -8), "ha": "center", "va": "top"}
+        above: dict[str, Any] = {"xytext": (-6, 6), "ha": "right", "va": "baseline"}
+        below: dict[str, Any] = {"xytext": (0, -8), "ha": "center", "va": "top"}
         axes.annotate(format_count(end.tokens_per_s), (end.world_size, end.tokens_per_s),
                       textcoords="offset points", size=8.5, path_effects=halo(theme),
                       **(below if named else above))  # fmt: skip
