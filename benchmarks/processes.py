@@ -109,7 +109,7 @@ def conclude(started: Started) -> Record:
     record = read_record(path)
     if record is None:
         tail = started.log.read_bytes()[-20_000:].decode(errors="replace")
-        oom = says_out_of_memory(tail)
+        oom = says_out_of_memory(tail, capped=False)
         ended = f"ended with code {started.process.returncode} and no record"
         record = Record("oom" if oom else "failed", reason="out of memory" if oom else ended, job=job.identity)
         record.world_size = job.run.world_size
