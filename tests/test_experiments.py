@@ -337,6 +337,15 @@ def test_a_run_continues_another():
     assert found.runs["training/more"].max_iters == 30
 
 
+def test_a_run_goes_on_from_the_last_checkpoint_and_not_from_the_last_step_of_the_one_before():
+    cases = {
+        "first": {"max_iters": 3, "checkpoint": {"interval": 2}},  # leaves one after 2 steps
+        "second": {"continues": "training/first", "max_iters": 5, "checkpoint": {"interval": 3}},  # and this after 3
+        "third": {**EVALUATE, "continues": "training/second"},
+    }
+    assert continuing(**cases).runs["training/third"].continues == "training/second"
+
+
 @pytest.mark.parametrize(
     ("cases", "complaint"),
     [

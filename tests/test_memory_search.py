@@ -1,5 +1,9 @@
 """The search finds the exact limit, with few trials, and says what it knows."""
 
+import signal
+import subprocess
+import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -8,7 +12,7 @@ import yaml
 from factories import make_run_log
 from hypothesis import given
 from hypothesis import strategies as st
-from train.train_runs import tiny_config, write_dataset
+from train.train_runs import environment, tiny_config, write_dataset
 
 from mfubench.config import KernelsConfig, MemorySearch
 from mfubench.experiments import expand_study
@@ -24,6 +28,7 @@ from mfubench.memory_search import (
 from mfubench.prediction.measured_runs import read_memory_searches
 from mfubench.run_log import Choice, write_json
 
+SCRIPT = Path(__file__).parents[1] / "workflow" / "scripts" / "search_memory.py"
 DEFAULT_STUDY = Path(__file__).parents[1] / "config" / "config.yaml"
 SEARCH = next(iter(expand_study(yaml.safe_load(DEFAULT_STUDY.read_text()), "f.yaml", 2).searches.values()))
 
@@ -167,6 +172,20 @@ def test_a_trial_is_taken_again_where_its_data_are_the_same(tmp_path):
     first = first_loss(seed=0)
     assert first_loss(seed=0) == first
     assert first_loss(seed=1)[1] != first[1]
+
+
+def test_a_search_that_is_asked_to_stop_as_a_trial_ends_makes_no_other(tmp_path):
+    data, work = write_dataset(tmp_path / "data"), tmp_path / "work"
+    search = MemorySearch(run=tiny_config(max_iters=1), candidates=(1, 2))
+    words = ("--search", search.model_dump_json(), "--data", data, "--work", work, "--output", tmp_path / "limit.json")
+    command = [sys.executable, str(SCRIPT), *map(str, words)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment())
+    while not list(work.glob("*/run.json")) and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1 and "error: stopped on request after the trial with micro-batch 1" in stderr
+    assert [path.parent.name for path in work.glob("*/run.json")] == ["micro-batch1"]
 
 
 def test_what_ran_is_what_a_trial_that_trained_says():

@@ -7,7 +7,10 @@ import json
 import os
 import re
 import shlex
+import signal
+import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -364,6 +367,20 @@ def test_a_trial_ends_with_the_budget_and_nothing_is_said_to_fit_or_not(tmp_path
     assert " (within none-none-micro-batch" in result.output and " steps); a longer one" in result.output
     assert "Nothing was measured: give it more --minutes." in result.output
     assert not list((folder / "runs").glob("*.json"))
+
+
+def test_ctrl_c_as_a_trial_ends_is_the_end_of_the_search(tmp_path):
+    data, folder = write_dataset(tmp_path / "tiny"), tmp_path / "tune"
+    words = ["tune", "llama2-tiny", *TINY, "--data", data, "--output", folder, "--gpus", 1]
+    program = "import sys; from mfubench.cli import app; app(sys.argv[1:])"
+    command = [sys.executable, "-c", program, *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not list(folder.glob("runs/*.json")) and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert "stopped on request before everything was tried" in output, output
+    assert len(list(folder.glob("runs/*.json"))) == 1
 
 
 @pytest.mark.slow

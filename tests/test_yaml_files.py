@@ -64,3 +64,11 @@ def test_what_the_command_line_sets_is_read_as_in_a_file():
     read = {"gpus": 2, "devices": [5, "x"], "slurm": {"extra": "a: b: c", "rate": 0.5}, "none": None}
     assert read_within(given) == read
     assert read_within("2") == "2" and read_within(3) == 3  # Snakemake's own reading of what stands alone
+
+
+@pytest.mark.parametrize(
+    "text", ["[SEP]", "{a}", "a: b", "- a", "# x", "x # y", "&a", "2024-12-05", "2024-13-45", "0b_"]
+)
+def test_a_text_of_the_command_line_that_had_quotes_stays_one(text):
+    """They are gone when it comes here: `--config 'tokenizers={x: {eos_token: "[SEP]"}}'`."""
+    assert read_within({"key": text, "list": [text]}) == {"key": text, "list": [text]}

@@ -209,6 +209,7 @@ def run_trial(search: MemorySearch, micro_batch_size: int, arguments: argparse.N
         data = earlier.dataset  # not known of one that ran out of memory before its first step
         if earlier.config == config and (data is None or data.sha256 == read_meta(DatasetMeta, arguments.data).sha256):
             return earlier
+    heard: list[int] = []
     code = start_training(
         config.to_json(),
         data=arguments.data,
@@ -217,7 +218,10 @@ def run_trial(search: MemorySearch, micro_batch_size: int, arguments: argparse.N
         work=work,
         output=output,
         resume="never",
+        heard=heard,
     )
     if code != 0:
         raise RuntimeError(f"the trial with micro-batch {micro_batch_size} failed (exit code {code}); see {work}")
+    if heard:  # when that trial was as good as done
+        raise RuntimeError(f"stopped on request after the trial with micro-batch {micro_batch_size}, which is kept")
     return read_run_log(output)

@@ -46,17 +46,21 @@ def run_handing_on(
     command: Sequence[str],
     hand_on: Callable[[subprocess.Popen[bytes], int], object] = subprocess.Popen.send_signal,
     patience_s: float | None = None,
+    heard: list[int] | None = None,
     **options: Any,
 ) -> int:
     """Run a command to its end and return its exit code; a signal to stop goes to `hand_on`, by default to the command.
 
     One that comes before the command's process exists is handed on once it does. After `patience_s` seconds the
-    command is asked to stop as by SIGTERM. options: of Popen.
+    command is asked to stop as by SIGTERM. `heard` takes the signals that came: a command that was as good as done may
+    have ended well all the same. options: of Popen.
     """
     early: list[int] = []
     process: subprocess.Popen[bytes] | None = None
 
     def act(number: int) -> None:
+        if heard is not None:
+            heard.append(number)
         if process is None:
             early.append(number)
         else:

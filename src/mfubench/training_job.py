@@ -75,12 +75,15 @@ def start_training(
     ceilings: Path | None = None,
     start_from: Path | None = None,
     patience_s: float | None = None,
+    heard: list[int] | None = None,
 ) -> int:
     """Run the engine in a process of its own, pass signals on to it, and return its exit code.
 
     0: a run JSON was written (ok, oom, diverged or skipped); 75: stopped with a checkpoint, by SIGTERM or after
-    `patience_s` seconds; else failed. A lone rank shares the launcher's process: where the kernel killed that for want
-    of memory, nobody but this process is left to write the result.
+    `patience_s` seconds; else failed. `heard` takes the signals to stop that came, whatever the code.
+
+    A lone rank shares the launcher's process: where the kernel killed that for want of memory, nobody but this process
+    is left to write the result.
     """
     oom_kills = count_oom_kills()
     command = [sys.executable, "-m", "mfubench.train.launch", "--config", config, "--data", str(data)]
@@ -93,7 +96,7 @@ def start_training(
         command += ["--start-from", str(start_from)]
     # own session: a terminal's Ctrl-C reaches this process alone, which hands it on once
     environment = os.environ | {JOB: str(os.getpid())}
-    code = run_handing_on(command, patience_s=patience_s, env=environment, start_new_session=True)
+    code = run_handing_on(command, patience_s=patience_s, heard=heard, env=environment, start_new_session=True)
     paths = Paths(data, work, output)
     alone = code == -signal.SIGKILL and read_config(config).world_size == 1
     if alone and count_oom_kills() > oom_kills and paths.partial.exists():

@@ -67,7 +67,12 @@ def read_within(value: Any) -> Any:
 
 
 def read_scalar(text: str) -> Any:
+    """A number, truth value or null where the text is one; else the text: of it quotes may have made one (`"[SEP]"`,
+    `"# x"`), and a date is none of a study's values."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:  # a text that only quotes made one
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
         return text
+    empty = value is None and text.strip().lower() in ("", "~", "null")
+    comment = " #" in text  # which would cut the text short
+    return value if empty or (isinstance(value, bool | int | float | str) and not comment) else text

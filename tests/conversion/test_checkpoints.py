@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from train.train_runs import run_here, tiny_config, write_dataset
+from train.train_runs import run_arguments, run_here, tiny_config, write_dataset
 from typer.testing import CliRunner
 
 from mfubench.cli import app
@@ -19,6 +19,7 @@ from mfubench.conversion.checkpoints import export_checkpoint, find_checkpoint, 
 from mfubench.conversion.hf import import_hf
 from mfubench.model import build_model
 from mfubench.run_log import read_run_log
+from mfubench.train.launch import main
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +153,20 @@ def test_a_run_goes_on_from_an_imported_checkpoint(trained: tuple[Path, Path], t
     assert log.evaluations[0].loss == pytest.approx(read_run_log(work / "run.json").evaluations[-1].loss, abs=1e-5)
     assert [step.step for step in log.steps] == [0, 1, 2]
     assert log.resumes[0].changed == [] and log.demoted() is None
+
+
+@pytest.mark.parametrize("resume", ["auto", "always"])
+def test_an_imported_checkpoint_is_not_removed_for_other_data(
+    resume: str, trained: tuple[Path, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was imported for some; no training would bring it back, as it does steps that were done on other data."""
+    data, work = trained
+    export_checkpoint(work, tmp_path / "hf")
+    config, imported = tiny_config(max_iters=3), tmp_path / "work/checkpoints/step-000000"
+    settings = {"dataset": config.dataset, "seq_len": 16, "seed": config.seed, "model": {"name": "tiny"}}
+    import_checkpoint(tmp_path / "hf", imported, settings=settings, data=data)
+    other = write_dataset(tmp_path / "other", seed=1)
+    assert main(run_arguments(config, other, tmp_path / "work", "--resume", resume)) == 1
+    told = capfd.readouterr().err
+    assert "is a checkpoint of another run than this one: data.sha256: " in told and "starting anew" not in told
+    assert imported.is_dir()

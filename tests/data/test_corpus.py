@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -183,3 +184,17 @@ def test_no_file_and_unknown_kinds(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown kind of file"):
         list_files(local(tmp_path / "text.docx"))
     assert corpora.file_format(Path("a/b.jsonl.zst")) == ("jsonl", True)
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/text", "x" * 300])
+def test_a_path_that_cannot_be_looked_at_is_a_sentence(path: str) -> None:
+    """As the workflow needs it, which looks at all local text before it knows what of it is used."""
+    with pytest.raises(ConfigError, match=r"^paths: '(~nobody|xxx).*: (Could not determine home|File name)"):
+        list_files(local(Path(path)))
+
+
+def test_a_name_that_is_no_utf8_is_a_sentence(tmp_path: Path) -> None:
+    """Neither Snakemake's list of inputs nor the digest of a preparation could hold it."""
+    os.close(os.open(os.fsencode(tmp_path) + b"/caf\xe9.txt", os.O_CREAT | os.O_WRONLY))
+    with pytest.raises(ConfigError, match=r"caf\\udce9.txt': its name is not UTF-8; rename it"):
+        list_files(local(tmp_path))

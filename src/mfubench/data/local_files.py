@@ -35,19 +35,27 @@ def local_paths(corpus: LocalCorpus) -> list[Path]:
     """Files, folders and patterns of `paths`, in the order given and sorted within each; no file twice."""
     found: dict[Path, None] = {}
     for pattern in corpus.paths:
-        path = Path(pattern).expanduser()
-        if path.is_dir():
-            paths = [file for file in sorted(path.rglob("*")) if file.is_file() and known_format(file)]
-        else:
-            paths = sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file())  # noqa: PTH207
+        try:
+            paths = files_of(Path(pattern).expanduser())
+        except (OSError, RuntimeError) as error:  # a folder that may not be entered, a user who is not here
+            raise ConfigError(f"paths: {pattern!r}: {getattr(error, 'strerror', None) or error}") from None
         if not paths:
             raise ConfigError(
                 f"paths: {pattern!r} matches no file that can be read ({', '.join(SUFFIXES)}, +.gz, +.zst)"
             )
         for file in paths:
             file_format(file)
+            if any("\ud800" <= character <= "\udfff" for character in str(file)):  # a byte that is no UTF-8
+                raise ConfigError(f"paths: {str(file)!a}: its name is not UTF-8; rename it")
             found[file] = None
     return list(found)
+
+
+def files_of(path: Path) -> list[Path]:
+    """Those of a known kind in a folder and below it, or all that match a pattern."""
+    if path.is_dir():
+        return [file for file in sorted(path.rglob("*")) if file.is_file() and known_format(file)]
+    return sorted(file for file in map(Path, glob(str(path), recursive=True)) if file.is_file())  # noqa: PTH207
 
 
 def known_format(path: Path) -> bool:

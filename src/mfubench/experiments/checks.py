@@ -69,9 +69,15 @@ def leaves_checkpoint(run: RunConfig, runs: dict[str, RunConfig]) -> bool:
     """Whether a run that does all its steps writes a checkpoint. `runs`: those of the study, by name."""
     if run.evaluation.only:
         return False
-    done = runs[run.continues].max_iters if run.continues in runs else 0
+    done = last_checkpoint(runs[run.continues]) if run.continues in runs else 0
     interval = run.checkpoint.interval
     return run.checkpoint.at_end or (interval is not None and run.max_iters // interval > done // interval)
+
+
+def last_checkpoint(run: RunConfig) -> int:
+    """Steps done at the last checkpoint of a run that leaves one, from which what continues it goes on."""
+    interval = run.checkpoint.interval
+    return run.max_iters if run.checkpoint.at_end or interval is None else run.max_iters // interval * interval
 
 
 def check_continuations(runs: dict[str, RunConfig], source: str) -> None:

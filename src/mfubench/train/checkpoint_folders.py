@@ -38,6 +38,11 @@ def other_data(checkpoint: Path, here: Dataset | None) -> list[str]:
     ]
 
 
+def trained_on_other_data(checkpoint: Path, here: Dataset | None) -> list[str]:
+    """`other_data` of steps that were done on them; [] of an imported model, which no training brings back."""
+    return other_data(checkpoint, here) if int(checkpoint.name.removeprefix("step-")) else []
+
+
 def find_latest(folder: Path) -> Path | None:
     """The last checkpoint in a folder of checkpoints or in a work folder; of attempts with other values or code, each
     in a folder of its own below the work folder, that of the one which was written last."""

@@ -25,7 +25,7 @@ from mfubench.run_log import check_replaceable, read_run_log, try_writing, write
 from mfubench.slurm import STEP
 from mfubench.stop_signals import STOPPED, listen_once, on_stop
 from mfubench.train.arguments import Paths, ResumeMode, make_parser, paths_of, read_config
-from mfubench.train.checkpoint_folders import latest, other_data, print_way_on
+from mfubench.train.checkpoint_folders import latest, print_way_on, trained_on_other_data
 from mfubench.train.failures import (
     Failure,
     full_disk,
@@ -94,7 +94,8 @@ def why_anew(checkpoint: Path, resume: ResumeMode, data: Path) -> str | None:
     if resume == "never":
         return "an earlier run's"
     with contextlib.suppress(ConfigError, OSError, ValueError, KeyError, AttributeError):  # damage is theirs to say
-        if resume == "auto" and (differences := other_data(checkpoint, read_meta(DatasetMeta, data).description)):
+        here = read_meta(DatasetMeta, data).description if resume == "auto" else None
+        if differences := trained_on_other_data(checkpoint, here):
             return f"trained on other data ({'; '.join(differences)})"
     return None
 

@@ -21,7 +21,14 @@ from mfubench.telemetry import Sampler
 from mfubench.train import checkpoint
 from mfubench.train.arguments import Paths, ResumeMode, result_of
 from mfubench.train.checkpoint_files import damage_told
-from mfubench.train.checkpoint_folders import complete, find_latest, latest, other_data, prepare_folder, remove
+from mfubench.train.checkpoint_folders import (
+    complete,
+    find_latest,
+    latest,
+    prepare_folder,
+    remove,
+    trained_on_other_data,
+)
 from mfubench.train.choices import Resolved
 from mfubench.train.evaluation import evaluate, sample
 from mfubench.train.failures import classify, remove_result
@@ -130,7 +137,7 @@ def own_checkpoint(paths: Paths, log: RunLog, resume: ResumeMode) -> Path | None
     if own is None or resume == "always":
         return own
     with damage_told(own):
-        return None if other_data(own, log.dataset) else own
+        return None if trained_on_other_data(own, log.dataset) else own
 
 
 def replace_earlier(training: Training) -> None:

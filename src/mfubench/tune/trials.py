@@ -240,8 +240,15 @@ def run_trial(request: Request, setting: Setting, place: str, seconds_left: floa
     start = time.monotonic()
     work = request.folder / "work" / f"{setting.name}-{digest}"
     patience_s = max(0.0, seconds_left)
+    heard: list[int] = []
     code = start_training(
-        config.to_json(), data=request.data, work=work, output=output, resume="never", patience_s=patience_s
+        config.to_json(),
+        data=request.data,
+        work=work,
+        output=output,
+        resume="never",
+        patience_s=patience_s,
+        heard=heard,
     )
     seconds = time.monotonic() - start
     if code in STOPPED:
@@ -250,6 +257,8 @@ def run_trial(request: Request, setting: Setting, place: str, seconds_left: floa
             raise KeyboardInterrupt
         done = len(read_steps(work / "steps.jsonl"))
         raise BudgetSpent(f"within {setting.name}, which had done {done} of up to {config.max_iters} steps")
+    if heard:  # when the trial was as good as done; its run JSON, if it left one, is found by the next call
+        raise KeyboardInterrupt
     if code != 0:
         return Trial(setting, "failed", f"exit code {code}, see {work}", 0.0, None, None, seconds)
     return trial_of(setting, read_run_log(output), seconds)
